@@ -36,11 +36,12 @@ import time
 import typing
 from pathlib import Path
 
-from configurator import check_values, configure, print0, reading, refuse_unused
+from configurator import check_effects, check_values, configure, print0, reading
 
 # A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
-field = 'text'             # JSON, CSV, parquet: the field with a record's text or messages
+# the field of JSON, CSV, parquet with a record's text or messages
+field = 'text'             # [if source not in SOURCES]
 # Bytes that are not UTF-8: strict stops there, replace puts U+FFFD, ignore leaves them out. ignore also
 # leaves out conversations that the chat template rejects.
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
@@ -53,11 +54,10 @@ overwrite = False          # replaces data of another source in out
 # for validation: each 10th document, or the end of one text; at most 10M characters or 10,000 conversations
 val_fraction = 0.1         # [> 0] [<= 0.5]
 block_size = 256           # of the slots that conversations are packed into; as train.py's [>= 2]
-shards = 10                # files of a source that has many (fineweb, fineweb_edu: to train on) [>= 1]
+# files of a source that has many (fineweb, fineweb_edu: to train on)
+shards = 10                # [>= 1] [if source in SOURCES]
 procs: int | None = None   # processes that encode; None: one for each core [>= 1]
 settings = configure(globals(), words=2, texts=True)
-words = settings.words
-given = settings.given
 
 import numpy as np
 
@@ -115,13 +115,13 @@ def text_documents(path, errors):
     head = [*itertools.islice(blocks, 16)]
     blocks = itertools.chain(head, blocks)
     if EOT not in ''.join(head):
-        yield blocks
+        if head:
+            yield blocks
         return
     text = ''
-    for block in blocks:
+    for block in itertools.chain(blocks, [EOT]):
         *ended, text = (text + block).split(EOT)
-        yield from ([part.strip()] for part in ended)
-    yield [text.strip()]
+        yield from ([part.strip()] for part in ended if part.strip())
 
 
 def json_records(path, errors):
@@ -170,14 +170,17 @@ def format_of(path):
 
 
 def file_documents(paths, field='text', errors='strict'):
-    """A document for each record's text in this field, or a Conversation; text_documents of others."""
+    """A document for each record's text in this field, or a Conversation; text_documents of others. Empty
+    ones are left out."""
     for path in paths:
         records = format_of(path)
         if not records:
             yield from text_documents(path, errors)
             continue
         for n, record in enumerate(records(path, errors), 1):
-            yield read_record(f'{path}, record {n}', record, field)
+            document = read_record(f'{path}, record {n}', record, field)
+            if document != ['']:
+                yield document
 
 
 # conversations ----------------------------------------------------------------------------------------------
@@ -346,6 +349,7 @@ class Source(typing.NamedTuple):
     """Where text comes from.
 
     documents() -> the documents, anew for each pass: def documents(): yield ['a text']; yield ['another']
+    An empty one counts when every n-th is held out for validation, so leave it out.
     chats: they are Conversations. shards: addresses of files of tokens instead, the first for validation.
     tokenizer: the default; None: byte, for conversations FIRST_RUN's.
     """
@@ -355,7 +359,6 @@ class Source(typing.NamedTuple):
     chats: bool = False
     shards: list | None = None
     tokenizer: str | None = None
-    unused: tuple = ('errors', 'field')  # settings without effect
 
 
 def fetch(url, folder):
@@ -386,7 +389,7 @@ def download(name, url, most=1, **options):
     def documents():
         urls = map(url.format, range(min(shards, most)))
         return file_documents([fetch(url, f'data/{name}') for url in urls], errors=errors)
-    return Source(name, name, documents, unused=('field',), **options)
+    return Source(name, name, documents, **options)
 
 
 def fineweb(name, prefix, most):
@@ -420,7 +423,7 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
 )}
 
 
-def find_source(source, field='text', errors='strict'):
+def find_source(source):
     """The Source of this name, file, folder (without hidden files), glob, or standard input."""
     if source in SOURCES:
         return SOURCES[source]
@@ -441,9 +444,8 @@ def find_source(source, field='text', errors='strict'):
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
     documents = functools.partial(file_documents, paths, field, errors)
-    records = any(map(format_of, paths))
-    chats = records and isinstance(next(documents(), None), Conversation)
-    return Source(name, source, documents, chats, unused=('shards',) if records else ('shards', 'field'))
+    chats = any(map(format_of, paths)) and isinstance(next(documents(), None), Conversation)
+    return Source(name, source, documents, chats)
 
 
 # names and folders ------------------------------------------------------------------------------------------
@@ -464,17 +466,6 @@ def output_folder(out, source, tokenizer):
 
 # which text is for what -------------------------------------------------------------------------------------
 
-def documents_of(source):
-    """A source's documents without empty ones."""
-    for document in source.documents():
-        if not source.chats:
-            blocks = filter(None, document)
-            first = next(blocks, None)
-            document = first and itertools.chain([first], blocks)
-        if document:
-            yield document
-
-
 def characters_to_train_on(source, fraction):
     """How many of each document's first characters are for training; None: conversations.
 
@@ -483,7 +474,7 @@ def characters_to_train_on(source, fraction):
     """
     if source.chats:
         return None
-    lengths = [sum(map(len, document)) for document in documents_of(source)]
+    lengths = [sum(map(len, document)) for document in source.documents()]
     fraction = min(fraction, VAL_CHARACTERS / max(1, sum(lengths)))
     room = sum(lengths) - int(sum(lengths) * (1 - fraction))  # for val
     first = min(1, len(lengths) - 1)
@@ -497,7 +488,7 @@ def characters_to_train_on(source, fraction):
 
 def split_texts(source, fraction, n_train):
     """(split, document or a part of it, whether it is one of several)."""
-    for n, document in enumerate(documents_of(source)):
+    for n, document in enumerate(source.documents()):
         if source.chats:
             is_val = n % round(1 / fraction) == 1 and n * fraction < VAL_CHATS
             yield 'val' if is_val else 'train', document, True
@@ -569,14 +560,10 @@ def encode_conversation(tok, conversation):
     for n, message in enumerate(messages):
         if message['role'] == 'assistant':
             prompt = tok.render(messages[:n], True, tools)
-            agrees = text.startswith(prompt)
-            if not agrees:  # it may set up thinking otherwise than here
-                prompt = os.path.commonprefix([prompt, text])
-                agrees = prompt.startswith(tok.render(messages[:n], False, tools))
-            prompt_ids = tok.encode_chat(prompt)
-            begin = len(prompt_ids)
-            while prompt_ids[:begin] != ids[:begin]:
-                begin -= 1
+            shared = os.path.commonprefix([prompt, text])
+            # the prompt may set up thinking otherwise than the text
+            agrees = shared == prompt or shared.startswith(tok.render(messages[:n], False, tools))
+            begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
             later = stops[stops >= max(begin, end)]
             if not (agrees and len(later)):
                 raise ValueError(f'message {n + 1}: the chat template renders earlier turns differently once '
@@ -731,7 +718,7 @@ def checkpoint_in(folder):
 
 def load_tokenizer(folder):
     """The tokenizer of a prepared folder, run, checkpoint or GGUF file."""
-    if folder.endswith('.gguf'):
+    if Path(folder).suffix == '.gguf':
         from zoo.hub import published_tokenizer
         return published_tokenizer(folder)
     if path := checkpoint_in(folder):
@@ -857,15 +844,16 @@ def stop(number, _):
 if __name__ == '__main__':
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    check_values(settings, settings.config, globals())
-    name, *more = words or [source]
+    name, *more = settings.words or [source]
+    values = settings.config | {'source': name}
+    check_values(settings, values, globals())
+    check_effects(settings, values, globals())
     if name == 'look':
         look(*more or [FIRST_RUN])
         sys.exit()
     if more:
         raise ValueError(f'{more[0]!r} is one source too many: put files into a folder, or quote a glob')
-    source = find_source(name, field, errors)
-    refuse_unused(given, source.unused, f'on {source.label}')
+    source = find_source(name)
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
     folder = output_folder(out, source, tokenizer)
     if not overwrite and is_prepared(folder) and read_meta(folder).get('source') != source.label:

@@ -103,10 +103,9 @@ class Tokenizer:
         self.n_vocab = max(self.tokens, default=-1) + 1
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'
 
-    def encode(self, text, allow_special=True):
-        """text -> list of ids. allow_special: special tokens' texts become their ids."""
-        text = without_surrogates(text)
-        parts = re.split(f'({self.special_pattern})', text) if allow_special else [text]
+    def encode(self, text):
+        """text -> list of ids. Special tokens' texts become their ids."""
+        parts = re.split(f'({self.special_pattern})', without_surrogates(text))
         return [i for n, part in enumerate(parts)  # every second part is a special token
                 for i in ([self.special[part]] if n % 2 else
                           self.encode_array(part.replace(MARK, '')).tolist())]

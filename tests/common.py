@@ -1,7 +1,6 @@
 """Small models, data and runs that several files of tests use."""
 import base64
 import collections
-import contextlib
 import csv
 import functools
 import json
@@ -78,17 +77,6 @@ def prep_toy_bpe(pattern=PREP_WORDS):
     tokens += [b' a', b'th', b'the', b' the', b'\n ', b'\n  ', b'12', b'  ', b'\n\n']
     ranks = ''.join(f'{base64.b64encode(token).decode()} {i}\n' for i, token in enumerate(tokens))
     return flat_tokenizer.TiktokenTokenizer('toy', pattern, {'<|endoftext|>': len(tokens)}, ranks)
-
-
-def prep_run(argv, capsys):
-    """prepare.py as a user runs it, in this process: (what it prints, its error)."""
-    error = ''
-    try:
-        with contextlib.suppress(SystemExit):
-            run('prepare.py', *argv)
-    except (ValueError, OSError) as e:
-        error = str(e)
-    return capsys.readouterr().out, error
 
 
 def prep_ids(folder, split, dtype='<u2'):

@@ -14,12 +14,10 @@ from common import (
     CHAT_TEMPLATES,
     PREP_WORDS,
     TOOLS,
-    chat_tokenizer,
     prep_awkward,
     prep_gpt2,
     prep_ids,
     prep_patterns,
-    prep_run,
     prep_toy_bpe,
     tok_oracles,
     tok_texts,
@@ -49,14 +47,12 @@ transformers = pytest.importorskip('transformers', reason='the oracle of the par
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
-def test_tokenizer_special_tokens_and_odd_text():
-    for tok in make_tokenizer('byte'), make_tokenizer('char', 'abc é🙂', True), prep_toy_bpe():
-        assert tok.encode(EOT) == [tok.eot] == [tok.special[EOT]] == [*tok.stop_tokens]
-        assert tok.decode([tok.n_vocab + 5, *tok.encode('abc'), 10**6, tok.eot]) == f'abc{EOT}'
-        if tok.name != 'char':
-            assert tok.decode(tok.encode('a\ud800b')) == 'a\ufffdb'
-            ids = tok.encode('🙂')
-            assert tok.decode_bytes(ids) == '🙂'.encode() and tok.decode(ids[:2]) == '\ufffd'
+def test_odd_text_and_ids():
+    for tok in make_tokenizer('byte'), prep_toy_bpe():
+        assert tok.stop_tokens == (tok.eot,)
+        assert tok.decode([tok.n_vocab + 5, 97, 10**6, tok.eot]) == f'a{EOT}'
+        assert tok.decode(tok.encode('a\ud800b')) == 'a\ufffdb'
+        assert tok.decode(tok.encode('🙂')[:2]) == '\ufffd'
     char = make_tokenizer('char', ' dehlorw')
     assert (char.eot, char.stop_tokens, char.encode('hello')) == (None, (), [3, 2, 4, 4, 5])
     with pytest.raises(ValueError, match=r"the vocabulary of characters lacks \['\?'\]"):
@@ -85,8 +81,9 @@ def test_decoded_is_what_was_encoded(name, monkeypatch):
     assert (again.n_vocab, again.eot, again.special) == (tok.n_vocab, tok.eot, tok.special)
     for text in texts:
         for allow in (True, False):
-            ids = tok.encode(text, allow_special=allow)
-            assert again.encode(text, allow) == ids and all(type(i) is int for i in ids)
+            ids, same = (one.encode(text) if allow else one.encode_array(text).tolist()
+                         for one in (tok, again))
+            assert ids == same and all(type(i) is int for i in ids)
             assert again.decode(ids) == text and max(ids, default=0) < tok.n_vocab
             assert b''.join(tok.decode_bytes([i]) for i in ids) == text.encode()
             assert ids.count(tok.eot) == text.count(EOT) * allow
@@ -127,10 +124,10 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
     tok = tokenizer_from_state(make_tokenizer(str(tmp_path)).state())
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     marks = [token.content for token in library.get_added_tokens_decoder().values()][:5]
-    texts = [*AWKWARD, prep_awkward(300), ' '.join(AWKWARD), tok_texts()[0][:3000], *marks, *(
+    texts = [*AWKWARD, prep_awkward(300), tok_texts()[0][:3000], *marks, *(
         f'{mark}  see{mark} {mark}\n{AWKWARD[n % 25]}{mark}' for n, mark in enumerate(marks))]
     for how in ('text', 'tokens'):
-        source = prepare.Source('x', 'x', lambda: ([text] for text in texts))
+        source = prepare.Source('x', 'x', lambda: ([text] for text in texts if text))
         whole = [0 if n % 10 == 1 else 1 << 30 for n in range(len(texts))]
         prepare.write_dataset(tmp_path / how, prepare.split_texts(source, 0.1, whole), tok, 'x', 1,
                               special_tokens=how)
@@ -216,6 +213,9 @@ def test_tokenizer_json_of_other_kinds():
     text = 'more than three tokens, no padding'
     assert ours.encode(text) == tok_oracles()['gpt2'].encode(text).ids
     assert JsonTokenizer(json.dumps(spec)).eot == ours.special[EOT]
+    words = tk.Tokenizer(tk.models.WordLevel({'a': 0, 'b': 1}, unk_token='a'))
+    with pytest.raises(ValueError, match='unsupported model WordLevel'):
+        JsonTokenizer(words.to_str())
 
 
 def test_text_is_not_cut_where_a_token_reaches_across():
@@ -224,13 +224,6 @@ def test_text_is_not_cut_where_a_token_reaches_across():
     spec['added_tokens'].append(dict(spec['added_tokens'][0], id=1101, content='a b', special=False))
     tok = JsonTokenizer(json.dumps(spec))
     assert not tok.can_cut and [*pieces(['a b' * 99] * 1000, tok.can_cut)] == [('a b' * 99_000, True)]
-
-
-def test_a_tokenizer_of_another_kind_is_rejected():
-    tk = pytest.importorskip('tokenizers')
-    words = tk.Tokenizer(tk.models.WordLevel({'a': 0, 'b': 1}, unk_token='a'))
-    with pytest.raises(ValueError, match='unsupported model WordLevel'):
-        JsonTokenizer(words.to_str())
 
 
 @pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy', 'bpe', 'cl100k_base', 'o200k_base'])
@@ -318,24 +311,18 @@ def test_chats_are_rendered_as_by_transformers(name, tmp_path):
         assert ours.render(messages, True, tools, thinking) == text
 
 
-@pytest.mark.parametrize('given', THOUGHTS)
-@pytest.mark.parametrize('read', ['reasoning_content', 'thinking', 'reasoning'])
-def test_thoughts_have_the_name_that_the_template_reads(given, read, tmp_path):
-    tok = chat_tokenizer()
-    tok.chat_template = '{% for m in messages %}{{ m.' + read + ' }}|{{ m.content }}{% endfor %}'
-    messages = [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', given: 'hm', 'content': 'Ho'}]
-    text = tok.render(messages, False)
-    assert text == '|Hihm|Ho'
-    if read != 'reasoning':  # which transformers does not fill in
-        (tmp_path / 'tokenizer.json').write_text(tok.source, encoding='utf-8')
-        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
-        assert text == theirs.apply_chat_template(messages, chat_template=tok.chat_template, tokenize=False)
-
-
-def rendered(template):
+def with_template(template):
     tok = ByteTokenizer()
     tok.chat_template = template
-    return tok.render([{'role': 'user', 'content': 'hi'}])
+    return tok
+
+
+@pytest.mark.parametrize('given', THOUGHTS)
+@pytest.mark.parametrize('read', THOUGHTS)
+def test_thoughts_have_the_name_that_the_template_reads(given, read):
+    messages = [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', given: 'hm', 'content': 'Ho'}]
+    tok = with_template('{% for m in messages %}{{ m.' + read + ' }}|{{ m.content }}{% endfor %}')
+    assert tok.render(messages, False) == '|Hihm|Ho'
 
 
 @pytest.mark.parametrize('template, message', [
@@ -347,10 +334,9 @@ def rendered(template):
     ("{% include 'pwned' %}", 'no loader')])
 def test_a_chat_template_that_fails_runs_no_code(template, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    tok = with_template(template)
     with pytest.raises(Exception, match=message):
-        rendered(template)
-    tok = ByteTokenizer()
-    tok.chat_template = template
+        tok.render(CHATS[0])
     assert tok.stop_tokens == (tok.eot,)  # the tokenizer works without the template
     assert os.listdir() == []
 
@@ -414,14 +400,13 @@ def test_bpe_of_a_text_is_that_of_its_words(monkeypatch):
         assert bpe_of(text, 300, procs=procs).state() == tok.state()
 
 
-def test_bpe_of_a_small_text_has_a_smaller_vocabulary(tmp_path, monkeypatch, capsys):
+def test_bpe_of_a_small_text_has_a_smaller_vocabulary():
     tok = bpe_of('abab ' * 9 + 'xyz', 5000)
     assert tok.n_vocab == 8 + len(train_bpe({'abab': 1, ' abab': 8}, 99))
     assert bpe_of('some text', 264).encode('some') == [*b'some']
-    monkeypatch.chdir(tmp_path)
-    Path('my.txt').write_text('some text\n' * 9)
-    for kind, part in ('bpe:263', '264 (256 bytes, 8 special tokens)'), ('bpe', 'bpe:4096'):
-        assert part in prep_run(['my.txt', f'--tokenizer={kind}'], capsys)[1] and os.listdir() == ['my.txt']
+    for kind, part in ('bpe:263', r'264 \(256 bytes, 8 special tokens\)'), ('bpe', 'bpe:4096'):
+        with pytest.raises(ValueError, match=part):
+            make_tokenizer(kind)
 
 
 def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch):
@@ -440,12 +425,10 @@ def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
     for name, text in hub.tokenizer_files(tok, tiny()).items():
         (tmp_path / name).write_text(text, encoding='utf-8')
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    assert tok.chat_template == theirs.chat_template == CHATML
+    assert theirs.chat_template == CHATML
     for messages, prompt in itertools.product(CHATS, (True, False)):
         expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
         assert tok.chat(messages, prompt) == expected
-        assert tok.decode(expected) == ''.join(
-            f'<|im_start|>{m["role"]}\n{m["content"]}<|im_end|>\n' for m in messages
-        ) + '<|im_start|>assistant\n' * prompt
-    assert tok.stop_tokens == (tok.eot, tok.special['<|im_end|>'])
-    assert json_tokenizer(str(tmp_path)).stop_tokens == tok.stop_tokens
+    assert tok.decode(tok.chat(CHATS[0])) == (
+        f"<|im_start|>user\n{CHATS[0][0]['content']}<|im_end|>\n<|im_start|>assistant\n")
+    assert json_tokenizer(str(tmp_path)).stop_tokens == (tok.eot, tok.special['<|im_end|>'])
