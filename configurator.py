@@ -261,13 +261,6 @@ def check_effects(settings, values, tables):
                 raise ValueError(f"--{name} has no effect: it needs {rule[3:]}")
 
 
-def refuse_unused(given, names, where):
-    """Raises ValueError if one of the names is a flag; config files serve many runs."""
-    for name in names:
-        if given.get(name) == 'flags':
-            raise ValueError(f"--{name} has no effect {where}: leave it out")
-
-
 # errors -----------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
