@@ -112,9 +112,9 @@ def test_a_step_has_all_its_micro_batches_and_one_update(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['params', '--steps=3'], '--steps has no effect in params'), (['train', '--steps=0'], 'steps=0 is not'),
-    (['eval', 'my.txt'], 'eval needs a trained model: give --init_from'),
-    (['decode', 'out'], 'decode has no use for out'), ([], 'say first what to do'),
+    (['params', '--steps=3'], "--steps has no effect: it needs command == 'train'"),
+    (['train', '--steps=0'], 'steps=0 is not'), (['decode', 'out'], "cannot use 'out'"),
+    ([], 'say first what to do'),
     (['train', '--parts=True', '--vs=x'], '--vs has no effect'),
     (['train', '--dataset=typo'], 'data/typo is not prepared')])
 def test_settings_without_effect_are_refused(args, message):
