@@ -341,14 +341,13 @@ def run_check(function, config):
         return False, f"{error!r:.250}"
 
 
-def check(init_from='scratch', **model_args):
-    """Prints a line for each check of a small model of the kind that is asked for. Returns the names of the
-    checks that failed."""
+if __name__ == '__main__':
     failed = []
     if init_from == 'scratch':
-        whole = GPTConfig(**model_args)
+        whole = GPTConfig(**settings.model_args)
+        check_effects(settings, vars(whole), globals())
     else:
-        model, _, rest = load(init_from, **model_args)
+        model, _, rest = load(init_from, **settings.model_args)
         whole = model.config
         for name, w in model.state_dict().items():
             if not w.isfinite().all():
@@ -364,12 +363,5 @@ def check(init_from='scratch', **model_args):
         holds, remark = run_check(function, small)
         failed += [] if holds else [name]
         print(f"{'ok  ' if holds else 'FAIL'} {name}{f': {remark}' if remark else ''}", flush=True)
-    return failed
-
-
-if __name__ == '__main__':
-    fields = vars(GPTConfig(**settings.model_args)) if init_from == 'scratch' else {}
-    check_effects(settings, fields, globals())
-    failed = check(init_from, **settings.model_args)
     print_json(json, failed=failed)
     sys.exit(bool(failed))

@@ -145,5 +145,9 @@ def test_command(folder, capsys):
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
     torch.save(saved, 'out/ckpt.pt')
-    assert len(check.check('out')) == 1
-    assert 'out/ckpt.pt holds NaN or infinite numbers in h.1.mlp.c_fc.weight' in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        run('lab/check.py', '--init_from=out', '--json=True')
+    assert end.value.code == 1
+    assert '"failed": ["h.1.mlp.c_fc.weight"]' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='--q_lora_rank has no effect'):
+        run('lab/check.py', '--q_lora_rank=3')
