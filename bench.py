@@ -43,29 +43,35 @@ from configurator import (
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-vs = ''                           # [train, decode] nanoGPT's folder, or transformers [if not parts]
-batch_size: int | None = None     # [train, decode, eval] [>= 1] sequences; None: train 12, decode 1, eval 256
-                                  # MB of logits (CUDA 2 GB). Only train uses a config file's batch_size
 dataset = ''                      # its vocabulary; eval: its val.bin, '': the checkpoint's own
-lengths: list | None = None       # [eval] contexts, multiples of the trained one
-contexts: list | None = None      # [params] lengths of prompts, in tokens
-prompt_len = 32                   # [decode] tokens of the prompt [>= 1]
-max_new_tokens = 200              # [decode] tokens generated [>= 1]
-quantize = ''                     # [decode, eval] int8, as in sample.py [in ('', 'int8')]
-speculate: int | None = None      # [decode] draft tokens at a time, of greedy text, as in sample.py
-parts = False                     # [train] the time of an uncompiled step by part of the model
-steps = 10                        # [train] steps per turn [>= 1]
-gradient_accumulation_steps = 1   # [train] micro-batches per step; two are timed [>= 1] [if not parts]
-rounds = 5                        # [train, decode] turns [>= 1] [if not parts]
 json: bool | str = False          # True: the numbers as a last line too; or a file to add that line to
-# as in train.py
-optimizer = 'adamw'               # [train] adamw, muon [in train.OPTIMIZERS]
-device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
+device = 'auto'                   # as in train.py: cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'      # [train, decode] auto: in train, if it works [in (True, False, 'auto')]
-seed = 1337                       # [train, decode] of weights and tokens
-settings = configure(globals(), 'GPTConfig', words=2, default_file='config/default.py')
-config, model_args, words, given, known = settings
+# all but params [if command != 'params']
+batch_size: int | None = None     # sequences [>= 1]; None: train 12, decode 1, eval 256 MB of logits (CUDA
+                                  # 2 GB). Only train uses a config file's batch_size
+# train and decode [if command in ('train', 'decode')]
+vs = ''                           # nanoGPT's folder, or transformers [if not parts]
+rounds = 5                        # turns [>= 1] [if not parts]
+compile: bool | str = 'auto'      # auto: in train, if it works [in (True, False, 'auto')]
+seed = 1337                       # of weights and tokens
+# train [if command == 'train']
+parts = False                     # the time of an uncompiled step by part of the model
+steps = 10                        # steps per turn [>= 1]
+gradient_accumulation_steps = 1   # micro-batches per step; two are timed [>= 1] [if not parts]
+optimizer = 'adamw'               # adamw, muon [in train.OPTIMIZERS]
+# decode [if command == 'decode']
+prompt_len = 32                   # tokens of the prompt [>= 1]
+max_new_tokens = 200              # tokens generated [>= 1]
+speculate: int | None = None      # draft tokens at a time, of greedy text, as in sample.py
+# decode and eval [if command in ('decode', 'eval')]
+quantize = ''                     # int8, as in sample.py [in ('', 'int8')]
+# eval [if command == 'eval']
+lengths: list | None = None       # contexts, multiples of the trained one
+# params [if command == 'params']
+contexts: list | None = None      # lengths of prompts, in tokens
+settings = configure(globals(), 'GPTConfig', words=1 + ('eval' in sys.argv), default_file='config/default.py')
+config, model_args, words, given, _ = settings
 
 import numpy as np
 import torch
@@ -543,12 +549,9 @@ def measure_eval(config, model_args, path=None):
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")
     losses = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
-    dataset = dataset or rest.get('config', {}).get('dataset')
-    if not path and not dataset:
-        raise ValueError(f"{rest['path']} does not say what it was trained on: give --dataset, or a text")
     if path and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
-    name = path or data_folder(dataset)
+    name = path or data_folder(dataset or rest.get('config', {}).get('dataset'))
     if path:
         numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, losses)
     else:  # a folder may say the length to which conversations are packed
@@ -651,23 +654,15 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
 COMMANDS = {'train': measure_train, 'decode': measure_decode, 'params': measure_params, 'eval': measure_eval}
 
 if __name__ == '__main__':
-    what, *more = words or ['']
-    if what not in COMMANDS:
-        raise ValueError(f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
+    command, *more = words or ['']
+    if command not in COMMANDS:
+        raise ValueError(f"{command!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
-    if extra := more[what == 'eval':]:
-        raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
-    for name in given:  # brackets of remarks name commands too
-        commands = [rule.split(', ') for rule in known[name].rules if {*rule.split(', ')} <= COMMANDS.keys()]
-        if commands and what not in commands[0] and given[name] == 'flags':
-            raise ValueError(f"--{name} has no effect in {what}: leave it out")
     fields = vars(GPTConfig(**model_args)) if init_from == 'scratch' else {}
     check_values(settings, config, globals())
     check_effects(settings, fields | config, globals())
-    if (what, init_from) == ('eval', 'scratch'):
-        raise ValueError("eval needs a trained model: give --init_from=RUN")
-    if what != 'train' and given.get('batch_size') != 'flags':
+    if command != 'train' and given.get('batch_size') != 'flags':
         config['batch_size'] = None
     if given.get('dataset') == 'flags':  # of a config file's, shapes suffice
         Bins(data_folder(dataset), 'val')  # raises FileNotFoundError unless it is prepared
-    print_json(json, **COMMANDS[what](config, model_args, *more))
+    print_json(json, **COMMANDS[command](config, model_args, *more))

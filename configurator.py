@@ -13,6 +13,7 @@ Its type is that of its annotation, else of its default; 1e6 may be an int. Brac
                     comment above, it is for all settings up to the next such comment
     [fixed]         a resumed run cannot change this setting
     [changeable]    a checkpoint can be loaded with another value of this field
+    [random]        the field makes training random: lab/check.py switches it off
 Settings are read from the source, so that --help and typos do not wait for slow imports.
 """
 import ast

@@ -59,7 +59,7 @@ class GPTConfig:
                                      # the rotation, Hunyuan), unit (rotated, without weights, only in layers
                                      # with rotations, Llama 4); None: True, in MLA False
     tie_word_embeddings: bool = True  # the head reads the embedding's rows (arXiv:1608.05859)
-    dropout: float = 0.0             # on embedding, attention weights and branches [< 1] [changeable]
+    dropout: float = 0.0             # on embedding, attention weights, branches [< 1] [changeable] [random]
     # positions
     pos: Literal['rope', 'alibi', 'learned', 'sinusoidal', 'none'] = 'rope'  # arXiv:2104.09864, 2108.12409,
                                      # GPT-2, arXiv:1706.03762

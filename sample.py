@@ -29,7 +29,6 @@ from configurator import (
     check_values,
     configure,
     marked,
-    naming,
     reading,
     runtime,
 )
@@ -44,7 +43,7 @@ start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a li
 num_samples = 3             # for each prompt; chat gives one answer [>= 1]
 max_new_tokens = 500        # tokens in each sample [>= 1]
 batch_size = 64             # samples made at once [>= 1]
-output = ''                 # a new file for JSON lines
+output = ''                 # a new file for JSON lines [if not chat or start != '\n']
 stop: str | tuple | list = ()  # end a sample at this text, or at any text of a list; \n and \t: line end, tab
 # conversation
 chat = False                # answer questions typed in, or those of start; a base model continues them
@@ -76,7 +75,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from model import GPT, GPTConfig, changed, num_params, round_up, try_tokens
+from model import GPT, GPTConfig, changed, num_params, round_up
 from tokenizer import tokenizer_from_state
 
 # checkpoints of ours ----------------------------------------------------------------------------------------
@@ -615,8 +614,6 @@ def read_prompts(start):
         text = sys.stdin.buffer.read().decode('utf-8-sig')
     elif kind in ('FILE', 'LINES'):
         text = Path(path).read_bytes().decode('utf-8-sig')
-    elif '\\n' in start:
-        print("--start has a backslash and an n: for a line end type $'...\\n' (bash, zsh), or use FILE:name")
     prompts = [prompt for prompt in (re.split('\r?\n', text) if kind == 'LINES' else [text]) if prompt]
     if not prompts:
         raise ValueError(f"start={start!r} is empty: give at least one character")
@@ -627,8 +624,6 @@ if __name__ == '__main__':
     check_values(settings, config, globals())
     check_effects(settings, config, globals())
     prompts = [] if chat and start == '\n' else read_prompts(start)
-    if output and not prompts:
-        raise ValueError('--output needs questions: give them by --start=LINES:name')
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype,
@@ -636,9 +631,6 @@ if __name__ == '__main__':
     if tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
     model.eval()
-    if changes:
-        with naming(changes):
-            try_tokens(model)
     print(f"{rest['path']}: {num_params(model):,} parameters")
     if chat and not tokenizer.chat_template:
         print("it was not trained on conversations: it continues the text that is typed; config/chat.py "

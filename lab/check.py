@@ -23,7 +23,7 @@ import traceback
 import types
 from unittest import mock
 
-from configurator import ROOT, configure, naming, show
+from configurator import ROOT, check_effects, configure, marked, show
 
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
@@ -58,6 +58,7 @@ from formulas import (
 # a small model of the same kind -----------------------------------------------------------------------------
 
 SHORT = 24  # tokens
+RANDOM = marked(ROOT / 'model.py', 'random')  # fields that make training random
 SMALL = dict(  # sizes of whatever the config has, hardly two alike, and several of each: an order shows
     n_embd=24, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
@@ -100,27 +101,10 @@ def randomized(config):
     return model.eval()
 
 
-@functools.cache
-@torch.random.fork_rng(devices=[])
-def noises():
-    """The fields that make training random: the logits depend on them in training, not in evaluation."""
-    def logits(name, value, training):
-        config = GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=9)
-        setattr(config, name, value)
-        torch.manual_seed(0)
-        return randomized(config).train(training)(torch.arange(4)[None])
-
-    return [name for name, value in vars(GPTConfig()).items() if isinstance(value, float)
-            and logits(name, 0.0, False).equal(logits(name, 0.5, False))
-            and not logits(name, 0.0, True).equal(logits(name, 0.5, True))]
-
-
 def trainable(config):
     """A randomized model that trains, for mtp's loss, while it draws no random numbers: its parts evaluate,
-    and noises are 0."""
-    config = copy.copy(config)
-    vars(config).update(dict.fromkeys(noises(), 0.0))
-    model = randomized(config)
+    and the fields that are marked as random are 0."""
+    model = randomized(dataclasses.replace(config, **dict.fromkeys(RANDOM, 0.0)))
     model.training = True
     return model
 
@@ -357,22 +341,19 @@ def run_check(function, config):
         return False, f"{error!r:.250}"
 
 
-def check(init_from='scratch', **model_args):
-    """Prints a line for each check of a small model of the kind that is asked for. Returns the names of the
-    checks that failed."""
+if __name__ == '__main__':
     failed = []
     if init_from == 'scratch':
-        whole = GPTConfig(**model_args)
+        whole = GPTConfig(**settings.model_args)
+        check_effects(settings, vars(whole), globals())
     else:
-        model, _, rest = load(init_from, **model_args)
+        model, _, rest = load(init_from, **settings.model_args)
         whole = model.config
         for name, w in model.state_dict().items():
             if not w.isfinite().all():
                 print(f"FAIL {rest['path']} holds NaN or infinite numbers in {name}")
                 failed.append(name)
     small = tiny_config(whole)
-    with naming(model_args):
-        flat.try_tokens(GPT(small))
     torch.set_num_threads(1)  # the second would only wait
     torch.use_deterministic_algorithms(True)  # as train.py has it on a CPU
     show('checked is a small model of this kind', {
@@ -382,10 +363,5 @@ def check(init_from='scratch', **model_args):
         holds, remark = run_check(function, small)
         failed += [] if holds else [name]
         print(f"{'ok  ' if holds else 'FAIL'} {name}{f': {remark}' if remark else ''}", flush=True)
-    return failed
-
-
-if __name__ == '__main__':
-    failed = check(init_from, **settings.model_args)
     print_json(json, failed=failed)
     sys.exit(bool(failed))

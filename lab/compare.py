@@ -24,7 +24,6 @@ import sys
 if __name__ == '__main__':  # else Python would search lab/ first
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -48,6 +47,7 @@ from configurator import (
     declared,
     duration,
     print0,
+    read_flag,
     run_file,
 )
 
@@ -60,8 +60,9 @@ match: str | None = None          # sets d_ff; None: the list's [in ('none', 'pa
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
 OWN = declared(Path(__file__)).keys()
 TRAINS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
-ARGS = [arg for arg in sys.argv[1:] if arg.partition('=')[0] in TRAINS or arg.endswith('.py')]
-settings = configure(globals(), words=1, argv=[arg for arg in sys.argv[1:] if arg not in ARGS])
+ARGV = sys.argv[1:] if __name__ == '__main__' else []
+ARGS = [arg for arg in ARGV if arg.partition('=')[0] in TRAINS or arg.endswith('.py')]
+settings = configure(globals(), words=1, argv=[arg for arg in ARGV if arg not in ARGS])
 config = settings.config
 
 import numpy as np
@@ -127,26 +128,12 @@ def parse_variant(text):
 
 def line_settings(args, code):
     """The settings and model fields of a train.py command line. code: the folder of its revision, which may
-    have other settings than the working tree; so no name is checked."""
-    settings = {}
-    for file in 'model.py', 'train.py':
-        for name, setting in declared(code / file).items():
-            settings[name] = setting.default
+    have other settings than the working tree."""
+    known = declared(code / 'model.py') | declared(code / 'train.py')
+    settings = {name: setting.default for name, setting in known.items()}
     for arg in args:
-        if is_config(arg):
-            settings |= run_file(arg, settings)
-        else:
-            name, _, text = arg.removeprefix('--').partition('=')
-            settings[name] = literal(text)
+        settings |= run_file(arg, settings) if is_config(arg) else read_flag(arg, known)
     return settings
-
-
-def literal(text):
-    """The value of a Python literal, or the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def make_variants(texts, base, place):
@@ -381,8 +368,6 @@ def compare(config, args, name=None):
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = make_variants(texts, args, Path(place))
         if match in ('params', 'active'):
-            if None in [variant.model for variant in variants]:
-                raise ValueError(f"match={match} needs new models of the working tree's code")
             target = num_params(variants[0].model, match == 'active')
             for variant in variants[1:]:
                 match_size(variant, target, match == 'active')

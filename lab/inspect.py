@@ -38,16 +38,16 @@ def head_numbers(weights):
     position = torch.arange(weights.shape[-1])
     distance = position[:, None] - position
     return torch.stack((torch.special.entr(weights).sum(-1), (weights * distance).sum(-1),
-                        weights.diagonal(dim1=1, dim2=2), weights[..., 0]), dim=-1).mean(1)
+                        weights.diagonal(0, 1, 2), weights[..., 0]), dim=-1).mean(1)
 
 
 def look_inside(model, idx):
     """idx (1, T) -> {number of a layer with attention: its weights (H, T - 1, T - 1)}, and for each block the
     root mean squares of its output and of the loss's gradient there."""
     outputs = []
+    weights = []
     for block in model.h:
         block.register_forward_hook(lambda *call: outputs.append(call[-1]))
-    weights = []
     loss, _ = model(idx[:, :-1], idx[:, 1:], weights=weights)
     grads = torch.autograd.grad(loss, outputs)
     attends = [i for i, block in enumerate(model.h) if block.attn.mask_kind]
@@ -67,7 +67,7 @@ def draw(weights, labels):
     side = 1.5 + len(labels) / 6  # inches
     figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure((side * len(weights), side))
     for axes, weight in zip(figure.subplots(1, len(weights), squeeze=False)[0], weights):
-        axes.imshow(weight.numpy())
+        axes.imshow(weight)
         axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
         axes.set_yticks(range(len(labels)), labels, parse_math=False)
     figure.savefig(png)
@@ -88,7 +88,7 @@ if __name__ == '__main__':
         print_table(f'pair, base {kind[0]:g}', ['tokens per turn', 'with rope_scaling'], {
             f'{i}': [f'{n:,.1f}' for n in row] for i, row in enumerate(turns)})
     print_table('tokens', ['MB of scores per layer and row'], {
-        f'{n:,}': [f'{model.config.n_head * n**2 * model.compute_dtype().itemsize / 1e6:,.1f}']
+        f'{n:,}': [f'{model.config.n_head * n**2 * 4 / 1e6:,.1f}']
         for n in (length, 4 * length, 16 * length)})
     if png:
         draw(weights[layer], [repr(tokenizer.decode([i])) for i in ids[:-1]])

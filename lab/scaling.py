@@ -15,9 +15,9 @@ import sys
 if __name__ == '__main__':  # else Python would search lab/ first
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import fileinput
 import json
 import math
-from pathlib import Path
 
 from configurator import configure, package
 
@@ -49,9 +49,9 @@ def fit_law(n, d, losses):
 
 
 def print_law(rows, predicted):
-    """Fits the law to rows of compare.py, without those of the `predicted` largest models. Prints it and
-    returns points for draw: each row's loss, with the ends of the interval in which the law expects 95% of
-    such losses."""
+    """Fits the law to rows of compare.py, without those of the `predicted` largest models, and prints it.
+    Returns points to draw: (name, parameters, y, low, high), here each row's loss, with the ends of the
+    interval in which the law expects 95% of such losses."""
     rows = sorted(rows, key=lambda row: row['inner_params'])
     n, d, losses = np.array([[row['inner_params'], row['tokens'], row['loss']] for row in rows]).T
     k = len(rows) - predicted  # rows that are fitted
@@ -75,11 +75,10 @@ def print_law(rows, predicted):
 def print_speedups(rows):
     """Prints how many times as long the baseline, the first row, would train for each variant's loss, and for
     the ends of the difference's interval. Needs two seeds. The baseline's loss is taken to be linear in the
-    logarithm of the length, also beyond LENGTHS; the error of that line is not counted. Returns points for
+    logarithm of the length, also beyond LENGTHS; the error of that line is not counted. Returns points to
     draw."""
     by_name = {row['variant']: row for row in rows[1:]}
     half, twice = (by_name.pop(name)['difference'] for name in LENGTHS)
-    assert half > 0 > twice, 'the baseline must get better the longer it trains'
     points = []
     for name, row in by_name.items():
         gains = np.array([0, -1, 1]) * row['half_interval'] - row['difference']
@@ -89,8 +88,16 @@ def print_speedups(rows):
     return points
 
 
-def draw(points, ylabel):
-    """Writes the picture, with a curve for each name. points: (name, parameters, y, low, high)."""
+if __name__ == '__main__':
+    with fileinput.input(words) as lines:
+        comparisons = [json.loads(line)['rows'] for line in lines]
+    if LENGTHS[0] in [row['variant'] for row in comparisons[0]]:
+        points = sum(map(print_speedups, comparisons), [])
+        ylabel = 'times as long'
+    else:
+        points = print_law(sum(comparisons, []), predicted)
+        ylabel = 'loss'
+    # the picture has a curve for each name
     axes = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure().subplots()
     for name in dict.fromkeys(name for name, *_ in points):
         n, y, low, high = zip(*sorted(point for own, *point in points if own == name))
@@ -100,11 +107,3 @@ def draw(points, ylabel):
     axes.legend()
     axes.figure.savefig(png)
 
-
-if __name__ == '__main__':
-    comparisons = [json.loads(line)['rows'] for name in words
-                   for line in Path(name).read_text('utf-8').splitlines()]
-    if LENGTHS[0] in [row['variant'] for row in comparisons[0]]:
-        draw(sum(map(print_speedups, comparisons), []), 'times as long')
-    else:
-        draw(print_law(sum(comparisons, []), predicted), 'loss')

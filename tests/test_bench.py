@@ -112,9 +112,9 @@ def test_a_step_has_all_its_micro_batches_and_one_update(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['params', '--steps=3'], '--steps has no effect in params'), (['train', '--steps=0'], 'steps=0 is not'),
-    (['eval', 'my.txt'], 'eval needs a trained model: give --init_from'),
-    (['decode', 'out'], 'decode has no use for out'), ([], 'say first what to do'),
+    (['params', '--steps=3'], "--steps has no effect: it needs command == 'train'"),
+    (['train', '--steps=0'], 'steps=0 is not'), (['decode', 'out'], "cannot use 'out'"),
+    ([], 'say first what to do'),
     (['train', '--parts=True', '--vs=x'], '--vs has no effect'),
     (['train', '--dataset=typo'], 'data/typo is not prepared')])
 def test_settings_without_effect_are_refused(args, message):
@@ -195,7 +195,7 @@ def test_eval_of_texts_counts_their_bytes(folder, capsys):
     text = 'Größe: 中文 and more of it'
     model, tokens, n_bytes = save_model('out', ByteTokenizer()), [256, *text.encode()], len(text.encode())
     Path('two.txt').write_text(f'{text}<|endoftext|>{text}', encoding='utf-8')
-    write_lines('lines.jsonl', [{'text': text}] * 3)
+    Path('lines.jsonl').write_text('\n'.join([json.dumps({'text': text})] * 3), encoding='utf-8')
     for name, streams in {'two.txt': [tokens * 2], 'lines.jsonl': [tokens] * 3}.items():
         _, numbers = bench(capsys, 'eval', name, '--init_from=out', *EVAL)
         losses = [by_rows(model, ids) for ids in streams]
@@ -269,6 +269,3 @@ def test_eval_at_times_the_length(folder, capsys):
         losses = [naive_losses(model, ids[end - length:end + 1], 8) for end in (32, 40, 48, 56)]
         assert found[str(length)]['loss'] == close(np.mean(losses))
 
-
-def write_lines(path, records):
-    Path(path).write_text('\n'.join(map(json.dumps, records)), encoding='utf-8')

@@ -101,13 +101,12 @@ def test_randomness_and_shared_keys_of_ones_own_are_no_fault(monkeypatch):
     def drop_path(self, y):
         return branch(self, y) * ((torch.rand(len(y), 1, 1) < 0.5) * 2 if self.training else 1)
 
-    def noisy(self, context):  # by a field, which the model reads itself
+    def noisy(self, context):  # by a field that is marked as random
         x = embed(self, context)
-        return x + self.config.mlp_limit * torch.randn_like(x) if self.training else x
+        return x + self.config.dropout * torch.randn_like(x) if self.training else x
     monkeypatch.setattr(flat.Block, 'branch', drop_path)
     monkeypatch.setattr(flat.GPT, 'embed', noisy)
     monkeypatch.setitem(flat.MIXERS, 'H', SharedKeys)
-    monkeypatch.setattr(check, 'noises', check.noises.__wrapped__)
     small = check.tiny_config(GPTConfig(mixer_pattern='H', n_kv_head=2, mtp=True))
     for function in check.check_formulas, check.check_gradients, check.check_updates:
         holds, remark = check.run_check(function, small)
@@ -146,5 +145,9 @@ def test_command(folder, capsys):
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
     torch.save(saved, 'out/ckpt.pt')
-    assert len(check.check('out')) == 1
-    assert 'out/ckpt.pt holds NaN or infinite numbers in h.1.mlp.c_fc.weight' in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        run('lab/check.py', '--init_from=out', '--json=True')
+    assert end.value.code == 1
+    assert '"failed": ["h.1.mlp.c_fc.weight"]' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='--q_lora_rank has no effect'):
+        run('lab/check.py', '--q_lora_rank=3')

@@ -108,15 +108,15 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
         subprocess.run(['git', '-c', 'user.name=x', '-c', 'user.email=x@x', *args], cwd=repo, check=True)
 
     def run_of(text):
-        variant, = make_variants({'x': text}, TOY, Path(tempfile.mkdtemp(dir=folder)))
+        variant, = make_variants({'x': text}, ['--dataset=toy'], Path(tempfile.mkdtemp(dir=folder)))
         return variant.folder(1)
     for name in ('train.py', 'model.py', 'config/default.py'):
-        write(name, 'init_from = "scratch"')
+        write(name, 'init_from = "scratch"\ndataset = "toy"\nmax_iters = 1')
     git('init', '-q')
     git('add', '.')
     git('commit', '-qm', 'x')
     head = run_of('HEAD:')
-    assert run_of('') == head != run_of('--mlp=gelu')
+    assert run_of('') == head != run_of('--max_iters=3')
     for name in ('test_model.py', 'tests/x.py', 'README.md', 'config/other.py'):
         write(name, "dataset = 'other'")
     assert run_of('') == head

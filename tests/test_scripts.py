@@ -135,6 +135,13 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     assert f"> Hi\n{text}\n---" in capsys.readouterr().out
 
 
+def read_config(*argv):
+    """train.py's settings by a command line, and the model without memory."""
+    config, args, *_ = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=argv)
+    with torch.device('meta'):
+        return config, GPT(GPTConfig(**{'vocab_size': 50257, **args}))  # gpt2.py takes the data's
+
+
 @pytest.mark.parametrize('name, params, active', [
     ('gpt2', 124439808, None), ('llama2_70b', 68976648192, None), ('llama3_8b', 8030261248, None),
     ('mistral_7b', 7241732096, None), ('mixtral_8x7b', 46702792704, 12879925248),
@@ -143,32 +150,22 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     ('bloom_560m', 559214592, None), ('falcon_7b', 6921720704, None), ('minimind', 25829888, None),
     ('minimind_moe', 145029760, 91945600), ('minimind3', 63912192, None),
     ('minimind3_moe', 198416640, 63936768)])
-def test_published_models_have_their_parameters(monkeypatch, name, params, active):
-    monkeypatch.chdir(ROOT)
-    _, args, *_ = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=[f'config/{name}.py'])
-    with torch.device('meta'):
-        model = GPT(GPTConfig(**{'vocab_size': 50257, **args}))  # config/gpt2.py takes that of the data
+def test_published_models_have_their_parameters(name, params, active):
+    _, model = read_config(f'config/{name}.py')
     assert num_params(model) == params and num_params(model, active=True) == (active or params)
 
 
-def test_the_sizes_in_the_remarks_of_the_dial(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    sizes = re.findall(r'(\d+): ([\d.]+)M', Path('config/dial.py').read_text('utf-8'))
+def test_the_sizes_in_the_remarks_of_the_dial():
+    sizes = re.findall(r'(\d+): ([\d.]+)M', (ROOT / 'config/dial.py').read_text('utf-8'))
     assert len(sizes) == 5
     for n_layer, millions in sizes:
-        _, args, *_ = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig',
-                                argv=[f'--n_layer={n_layer}', 'config/dial.py'])
-        with torch.device('meta'):
-            assert f"{num_params(GPT(GPTConfig(vocab_size=257, **args))) / 1e6:.1f}" == millions
+        _, model = read_config('--vocab_size=257', f'--n_layer={n_layer}', 'config/dial.py')
+        assert f"{num_params(model) / 1e6:.1f}" == millions
 
 
-def test_every_config_builds_and_divides(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_every_config_builds_and_divides():
     for path in sorted((ROOT / 'config').glob('*.py')):
-        settings = {**vars(flat_train), '__name__': 'config'}
-        config, args, *_ = configure(settings, 'GPTConfig', argv=[str(path)])
-        with torch.device('meta'):
-            GPT(GPTConfig(**args))
+        config, _ = read_config(str(path))
         for ranks in (1, 2, 4, 8):
             flat_train.share_batch(config['gradient_accumulation_steps'], config['batch_size'], ranks)
 
