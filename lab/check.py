@@ -15,6 +15,7 @@ import sys
 if __name__ == '__main__':  # else Python would search lab/ first
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -200,6 +201,22 @@ def check_start(config):
             require_equal(off, [0, 0], f"mean and deviation of {name}, in deviations", 6 * w.numel() ** -0.5)
 
 
+def check_options(config):
+    """Each field that has another value than its default changes shapes or the loss. If not, look for another
+    class or table that should read the field too."""
+    def outcome(config):
+        torch.manual_seed(0)
+        model = randomized(config).train()
+        loss, aux = model(*torch.randint(8, (2, 2, SHORT)))  # a document_token among them
+        return [w.shape for w in model.state_dict().values()], (loss + weighted(aux)).item()
+    found = outcome(config)
+    for field in dataclasses.fields(config):
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # other fields need this one
+            other = dataclasses.replace(config, **{field.name: field.default})
+            is_size = field.name in ('block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', 'bias')
+            assert is_size or other == config or outcome(other) != found, f"{field.name} changes nothing"
+
+
 # one path against another -----------------------------------------------------------------------------------
 
 def check_documents(config):
@@ -325,8 +342,8 @@ def check_updates(config):
 
 # report -----------------------------------------------------------------------------------------------------
 
-CHECKS = (check_formulas, check_scalings, check_start, check_documents, check_cache, check_gradients,
-          check_dropout, check_updates, check_compiling)
+CHECKS = (check_formulas, check_scalings, check_start, check_options, check_documents, check_cache,
+          check_gradients, check_dropout, check_updates, check_compiling)
 
 
 def run_check(function, config):

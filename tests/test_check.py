@@ -37,6 +37,9 @@ MISTAKES = [
     ("YaRN's turns the other way round", dict(rope_scaling=YARN), flat.ROPE_SCALINGS, 'yarn',
      lambda f: lambda *args, **rest: f(*args, **rest, beta_fast=1, beta_slow=32),
      check.check_scalings, 'yarn: frequencies'),
+    ('an option that is lost', dict(attn_softcap=3.0), flat, 'eager_attention',
+     lambda f: lambda *args: f(*args[:6], 0.0, *args[7:]), check.check_options,
+     'attn_softcap changes nothing'),
     ("Muon's updates that are too small", {}, flat_train, 'orthogonalise', lambda f: lambda x: 0.9 * f(x),
      check.check_updates, 'by muon: error of the move of h.0.attn'),
     ('a gate that is a matrix', {}, flat.Norm, '__init__', lambda f: lambda self, *args: (
