@@ -129,7 +129,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from model import (
@@ -478,11 +478,6 @@ def is_sharded(w):
     return hasattr(w, 'full_tensor')
 
 
-def whole(x):
-    """A tensor, gathered if it is sharded. All ranks call it together."""
-    return x.full_tensor() if is_sharded(x) else x
-
-
 # one iteration ----------------------------------------------------------------------------------------------
 
 LOSSES = {  # in addition to the reported loss: name -> (setting that is its weight, function);
@@ -548,14 +543,12 @@ class Run:
                f"{self.best_val_loss:.4f}")
 
 
-def step(run, batch, measured):
-    """An iteration. Returns its row of the log, without the columns that would wait for the device; measured:
-    with the size of the update, for which it does wait."""
+def step(run, batch):
+    """An iteration. Returns its row of the log, without the columns that would wait for the device."""
     lr = lr_at(run.iter_num, run.config)
     set_rates(run.optimizers, lr)
     seed_dropout(run.config['seed'], run.iter_num, RANK)
     loss, load = gradients(run, batch)
-    before = [w.detach().clone() for w in run.params] if measured else None
     grad_norm, moved = update(run, load)
     run.iter_num += 1
     run.tokens += run.tokens_per_update
@@ -563,7 +556,6 @@ def step(run, batch, measured):
     run.in_a_row = (run.in_a_row + 1) * ~moved
     return {'iter': run.iter_num, 'loss': loss, 'weight': sum(weight for *_, weight in batch), 'lr': lr,
             'grad_norm': grad_norm,
-            'update_ratio': relative_change(run.params, before) if measured else None,
             # the largest load of an expert, over an even share
             'load_max': None if load is None else (load.amax(1) / load.mean(1)).max()}
 
@@ -607,7 +599,9 @@ def update(run, load):
     for w in params:
         if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages the others
             all_reduce(w.grad).div_(RANKS)
-    grad_norm = whole(clip_grad_norm_(params, config['grad_clip'] or math.inf))
+    grad_norm = clip_grad_norm_(params, config['grad_clip'] or math.inf)
+    if run.sharded:
+        grad_norm = grad_norm.full_tensor()
     moved = grad_norm.isfinite()
     for opt in run.optimizers:
         # fused: the device decides, the host does not wait
@@ -627,14 +621,6 @@ def update(run, load):
 def seed_dropout(seed, it, rank):
     """Makes dropout a function of (seed, iteration, rank)."""
     torch.manual_seed(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0])
-
-
-@torch.no_grad()
-def relative_change(params, before):
-    """Norm of an update over the norm of the weights `before` it, which it overwrites."""
-    size = whole(get_total_norm(before))
-    torch._foreach_sub_(before, params)
-    return (whole(get_total_norm(before)) / size).item()
 
 
 MAX_SKIPPED = 10  # skipped updates in a row that end the run
@@ -802,7 +788,7 @@ def note_failure(out_dir, kind, error, trace):
 
 LOG_FIELDS = {  # columns of log.csv and their formats
     'iter': 'd', 'tokens': 'd', 'epoch': '.4f', 'loss': '.6f', 'val_loss': '.6f', 'val_bpb': '.6f',
-    'lr': '.6e', 'grad_norm': '.5f', 'update_ratio': '.3e', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
+    'lr': '.6e', 'grad_norm': '.5f', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
     'mfu': '.4f', 'load_max': '.3f', 'skipped': 'd', 'wall_s': '.2f',
 }
 
@@ -1088,7 +1074,7 @@ if __name__ == '__main__':
         timed_it = run.iter_num
         timed_at = time.time()
         while run.iter_num < goal and not (reason or eval_only):
-            row = step(run, batch, measured=run.iter_num + 1 == goal)
+            row = step(run, batch)
             batch = next(batches, None)  # read while the device computes
             it = run.iter_num
             if it < max_iters:

@@ -80,7 +80,7 @@ def test_states_of_optimizers_follow_the_names_of_parameters():
     """In any order and groups; a name or, by position, a shape that does not fit is an error."""
     run = new_run(tiny(), optimizer='muon')
     idx = torch.randint(61, (2, 8))
-    flat_train.step(run, [(idx, idx, 1.0)], measured=False)
+    flat_train.step(run, [(idx, idx, 1.0)])
     states = run.snapshot()['optimizer']
     model = tiny()
     model.tags = dict(reversed(model.tags.items()))
@@ -114,7 +114,7 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(options, kind, 
     with FakeTensorMode():
         run, idx = new_run(tiny(**options), machine, optimizer=kind), torch.zeros(2, 16, dtype=torch.long)
         for _ in range(2):
-            flat_train.step(run, [(idx, idx, 1.0)] * 2, measured=False)
+            flat_train.step(run, [(idx, idx, 1.0)] * 2)
         with pytest.raises(DataDependentOutputException):
             flat_train.count_skips(run)
 
@@ -352,7 +352,7 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
         plain = saved(kind)
         for out in (f'{kind}_False', f'{kind}_True'):
             run('train.py', f'--out_dir={out}', *args, *SHARES[kind], '--init_from=resume')
-            for key, tolerance in dict(loss=3e-5, val_loss=3e-5, grad_norm=1e-3, update_ratio=1e-2).items():
+            for key, tolerance in dict(loss=3e-5, val_loss=3e-5, grad_norm=1e-3).items():
                 a, b = ([float(row[key] or 0) for row in log_rows(name)] for name in (out, kind))
                 assert a == pytest.approx(b, rel=tolerance), (out, key)
             mine = saved(out)
@@ -542,7 +542,7 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
     args = ['--init_from=base', '--lora_rank=2', '--dropout=0.1', '--lr_decay_iters=8']
     with pytest.raises(ValueError, match='out_dir=base holds .*ckpt.pt, the base of the adapters'):
         train('--out_dir=base', *args)
-    with pytest.raises(ValueError, match='lora_rank=2 needs a trained model: give --init_from'):
+    with pytest.raises(ValueError, match="--lora_rank has no effect: it needs init_from != 'scratch'"):
         train('--out_dir=out', '--lora_rank=2')
     train('--out_dir=whole', *args, '--max_iters=8')
     train('--out_dir=parts', *args, '--max_iters=4')
