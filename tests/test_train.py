@@ -1,6 +1,5 @@
 """Tests of train."""
 import contextlib
-import csv
 import functools
 import glob
 import json
@@ -70,10 +69,10 @@ def test_a_new_optimizer_is_one_entry_and_must_have_every_parameter(monkeypatch)
             torch.optim.SGD(list(model.parameters())[first:], lr=config['learning_rate'])])
     opt, = new_run(tiny(), optimizer='sgd', learning_rate=0.5).optimizers
     assert opt.param_groups[0]['lr'] == 0.5
-    for settings, message in ((dict(optimizer='forgetful'), 'wte.weight is assigned to no optimizer'),
-                              (dict(lr_scales={'wte': 3.0}), "'wte': 3.0} .*: embedding, matrix, vector")):
-        with pytest.raises(ValueError, match=message):
-            new_run(tiny(), **settings)
+    with pytest.raises(ValueError, match='wte.weight is assigned to no optimizer'):
+        new_run(tiny(), optimizer='forgetful')
+    with pytest.raises(ValueError, match="'wte': 3.0} .*: embedding, matrix, vector"):
+        new_run(tiny(), lr_scales={'wte': 3.0})
 
 
 def test_states_of_optimizers_follow_the_names_of_parameters():
@@ -103,8 +102,7 @@ def test_states_of_optimizers_follow_the_names_of_parameters():
 
 
 @pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
-@pytest.mark.parametrize('options', [{}, dict(n_expert=4, balance_bias=True)], ids=['dense', 'experts'])
-def test_an_iteration_waits_for_nothing_that_the_device_computes(options, kind, monkeypatch):
+def test_an_iteration_waits_for_nothing_that_the_device_computes(kind, monkeypatch):
     """A tensor without data raises where somebody asks for its value."""
     monkeypatch.setattr(GPT, 'init_weights', lambda self: None)
     # on CPUs alone the model looks at its targets
@@ -112,7 +110,8 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(options, kind, 
     machine = types.SimpleNamespace(**{**vars(CPU), 'autocast': functools.partial(
         torch.autocast, 'cpu', torch.bfloat16)})
     with FakeTensorMode():
-        run, idx = new_run(tiny(**options), machine, optimizer=kind), torch.zeros(2, 16, dtype=torch.long)
+        model = tiny(n_expert=4, n_dense_layer=1, balance_bias=True)
+        run, idx = new_run(model, machine, optimizer=kind), torch.zeros(2, 16, dtype=torch.long)
         for _ in range(2):
             flat_train.step(run, [(idx, idx, 1.0)] * 2)
         with pytest.raises(DataDependentOutputException):
@@ -526,6 +525,8 @@ def test_resumed_equals_uninterrupted(folder):
               "--lr_scales={'embedding': 3.0, 'vector': 2.0}"]
     train('--out_dir=whole', *common)
     train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
+    with open('parts/log.csv', 'a', encoding='utf-8') as f:
+        f.write('11,')  # a row that was cut
     run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')
     a, b = map(saved, ('whole', 'parts'))
     assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
@@ -584,14 +585,6 @@ def test_the_best_weights_are_read_where_they_are_kept(folder):
     assert os.path.exists('out/best.old-1.pt') and load('out')[2]['iter_num'] == 12
 
 
-def test_a_log_that_was_cut_survives_a_resume(folder):
-    train('--out_dir=out', '--max_iters=10', '--log_interval=1')
-    with open('out/log.csv', 'a', encoding='utf-8') as f:
-        f.write('11,')
-    train('--out_dir=out', '--init_from=resume', '--max_iters=12', '--log_interval=1')
-    assert [int(row['iter']) for row in log_rows('out')] == list(range(1, 13))
-
-
 def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     train('--out_dir=out', '--max_iters=1', '--warmup_iters=0')
     assert 'warning' not in capsys.readouterr().out
@@ -641,11 +634,8 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
                                          'log.csv', 'log.old-1.csv', 'log.old-2.csv', 'run.json',
                                          'run.old-1.json', 'run.old-2.json']
     for name, expected in zip(('old-1.', 'old-2.', ''), weights):
-        model, _, rest = load(f'out/ckpt.{name}pt')
+        model, *_ = load(f'out/ckpt.{name}pt')
         assert same_weights(model.state_dict(), expected)
-        with open(f'out/log.{name}csv', encoding='utf-8') as f:
-            *_, last = csv.DictReader(f)
-        assert float(last['val_loss']) == pytest.approx(rest['best_val_loss'], abs=1e-6)
 
 
 def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
@@ -684,20 +674,15 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
     train('--out_dir=out', '--max_iters=1', '--keep=1')
     assert sorted(glob.glob('out/*.pt')) == [f'out/{name}.pt' for name in (
         'ckpt-1', 'ckpt-16.old-1', 'ckpt-20.old-1', 'ckpt-best.old-1', 'ckpt.old-1', 'ckpt')]
-    train('--out_dir=whole')
-    train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')  # not as an error
+    train('--out_dir=cut', '--max_iters=1000000', '--time_limit=0')  # not as an error
     assert json.loads(Path('cut/run.json').read_text('utf-8'))['status'] == 'time_limit'
     assert saved('cut')['iter_num'] == 1
-    train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
-    assert same_weights(saved('whole')['model'], saved('cut')['model'])
 
 
 def test_auto_resumes_a_checkpoint_that_is_there(folder):
     for n, begins in (6, 0), (9, 6):
         story = train('--out_dir=out', '--init_from=auto', f'--max_iters={n}', '--lr_decay_iters=9')
         assert story['first_it'] == begins and not saved('out')['masked']
-    train('--out_dir=whole', '--max_iters=9')
-    assert same_weights(saved('whole')['model'], saved('out')['model'])
     story = run('train.py', '--out_dir=out', '--init_from=auto', '--eval_only')  # not config/default.py's
     assert story['config'] | {'eval_only': False} == saved('out')['config'] | {'init_from': 'resume'}
 
