@@ -45,12 +45,12 @@ from pathlib import Path
 from configurator import (
     check_effects,
     check_values,
-    choose_device,
     compile_model,
     configure,
     cpu_has_bfloat16,
     duration,
     keep_freed_memory,
+    marked,
     naming,
     one_line_errors,
     peak_flops,
@@ -100,7 +100,7 @@ balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of z-loss on the router's logits, not the head's; ST-MoE: 1e-3
 balance_rate = 0.001                 # how far balance_bias moves per iteration [if balance_bias]
 # low-rank adapters (LoRA) of the model that init_from names, whose own weights stay unchanged
-lora_rank = 0                        # 0: none, all weights are trained [fixed]
+lora_rank = 0                        # 0: none, all weights are trained [if init_from != 'scratch'] [fixed]
 # further settings of adapters [if lora_rank]
 lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank [> 0] [fixed]
 lora_targets = 'c_attn,c_proj,c_fc'  # names of linear layers, or of one, as attn.c_proj [fixed]
@@ -110,7 +110,7 @@ decay_lr = True                      # False: constant after warm-up
 # the decay [if decay_lr]
 lr_schedule = 'cosine'               # cosine, linear, wsd (constant, linear over cooldown) [in SCHEDULES]
 cooldown = 0.4                       # wsd's share of the run [> 0] [<= 1] [if lr_schedule == 'wsd']
-lr_decay_iters: int | None = None    # end of the decay; None: max_iters
+lr_decay_iters: int | None = None    # end of the decay; None: max_iters [>= 1]
 min_lr: float | None = None          # where it ends; None: a tenth of the peak [<= learning_rate]
 # system
 backend = 'auto'                     # auto: nccl on CUDA, else gloo [if TORCHRUN]
@@ -129,7 +129,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from model import (
@@ -142,7 +142,7 @@ from model import (
     try_tokens,
 )
 from prepare import Bins, data_folder, load_tokenizer, read_meta
-from sample import CHANGEABLE, checksum, complete, load
+from sample import CHANGEABLE, complete, load
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ def lr_at(it, config):
         return peak * (it + 1) / (warmup + 1)
     if not config['decay_lr']:
         return peak
-    end = config['max_iters'] if config['lr_decay_iters'] is None else config['lr_decay_iters']
+    end = config['lr_decay_iters'] or config['max_iters']
     done = min(1.0, (it - warmup) / max(1, end - warmup))
     floor = peak / 10 if config['min_lr'] is None else config['min_lr']
     return floor + SCHEDULES[config['lr_schedule']](done, config['cooldown']) * (peak - floor)
@@ -178,7 +178,7 @@ def set_rates(optimizers, lr):
 
 TORCHRUN = 'RANK' in os.environ  # has started this process
 RANK = int(os.environ.get('RANK', 0))  # this process's, by torchrun
-RANKS = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
+RANKS = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1
 
 
 def all_reduce(x, **op):
@@ -321,7 +321,8 @@ class Muon(torch.optim.Optimizer):
             sharded = [move for move in moves if is_sharded(move[0])]
             subtract_orthogonalised([move for move in moves if not is_sharded(move[0])], lr)
             if sharded:
-                fsdp.subtract_whole(subtract_orthogonalised, sharded, lr)
+                from fsdp import subtract_whole
+                subtract_whole(subtract_orthogonalised, sharded, lr)
 
 
 def subtract_orthogonalised(moves, lr):
@@ -354,8 +355,7 @@ def rounded(x):
 
 
 def orthogonalise(x):
-    """(n, rows, columns) -> rounded, singular values near 1, by five steps of Jordan's Newton-Schulz."""
-    x = rounded(x)
+    """(n, rows, columns) -> the same with singular values near 1, by five steps of Jordan's Newton-Schulz."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -433,7 +433,10 @@ def load_optimizers(model, optimizers, states):
                 if value.shape != w.shape:
                     raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit a parameter "
                                      f"{tuple(w.shape)}: resume with the code that trained it")
-                state[key] = fsdp.split_like(w, value) if is_sharded(w) else value
+                if is_sharded(w):
+                    from fsdp import split_like
+                    value = split_like(w, value)
+                state[key] = value
     for opt, ws in zip(optimizers, params):
         opt.load_state_dict({'state': {i: states[w] for i, w in enumerate(ws) if w in states},
                              'param_groups': opt.state_dict()['param_groups']})
@@ -462,14 +465,17 @@ def forward_recomputed(block, x, context):
     return x
 
 
+def shard_model(model, config, machine):
+    """Leaves each rank its part of the model. Raises ValueError for settings that FSDP cannot have."""
+    import fsdp
+    if config['lora_rank'] or machine.dtype == torch.float16:
+        raise ValueError("shard=True cannot be combined with lora_rank or dtype=float16: leave one out")
+    fsdp.shard_model(model, machine)
+
+
 def is_sharded(w):
     """Whether a rank holds only a part of w (as a DTensor, whose module is slow to import)."""
     return hasattr(w, 'full_tensor')
-
-
-def whole(x):
-    """A tensor, gathered if it is sharded. All ranks call it together."""
-    return x.full_tensor() if is_sharded(x) else x
 
 
 # one iteration ----------------------------------------------------------------------------------------------
@@ -504,6 +510,8 @@ class Run:
         self.sharded = any(map(is_sharded, self.params))
         self.optimizers = make_optimizers(model, config)
         self.scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
+        self.tokens_per_update = (config['gradient_accumulation_steps'] * config['batch_size']
+                                  * model.config.block_size)  # by all ranks
         vars(self).update(NUMBERS)
         self.skips = self.in_a_row = 0  # updates skipped since the last row, and in a row: on the device
 
@@ -517,7 +525,10 @@ class Run:
         state = {'model': adapters or weights, **{name: getattr(self, name) for name in NUMBERS}}
         if optimizers:
             state.update(optimizer=states, scaler=self.scaler.state_dict())
-        return fsdp.gather(state) if self.sharded else state
+        if self.sharded:
+            from fsdp import gather
+            state = gather(state)
+        return state
 
     def resume(self, rest):
         """Restores a checkpoint's state, except the weights."""
@@ -527,27 +538,24 @@ class Run:
         vars(self).update((name, rest[name]) for name in NUMBERS if name in rest)
         self.best_val_loss = float(self.best_val_loss)  # nanoGPT's is a tensor
         if 'tokens' not in rest:  # of nanoGPT
-            self.tokens = self.iter_num * tokens_per_update(self)
+            self.tokens = self.iter_num * self.tokens_per_update
         print0(f"resume: {rest['path']} at iteration {self.iter_num:,}, best val loss "
                f"{self.best_val_loss:.4f}")
 
 
-def step(run, batch, measured):
-    """An iteration. Returns its row of the log, without the columns that would wait for the device; measured:
-    with the size of the update, for which it does wait."""
+def step(run, batch):
+    """An iteration. Returns its row of the log, without the columns that would wait for the device."""
     lr = lr_at(run.iter_num, run.config)
     set_rates(run.optimizers, lr)
     seed_dropout(run.config['seed'], run.iter_num, RANK)
     loss, load = gradients(run, batch)
-    before = [w.detach().clone() for w in run.params] if measured else None
     grad_norm, moved = update(run, load)
     run.iter_num += 1
-    run.tokens += tokens_per_update(run)
+    run.tokens += run.tokens_per_update
     run.skips = run.skips + ~moved
     run.in_a_row = (run.in_a_row + 1) * ~moved
     return {'iter': run.iter_num, 'loss': loss, 'weight': sum(weight for *_, weight in batch), 'lr': lr,
             'grad_norm': grad_norm,
-            'update_ratio': relative_change(run.params, before) if measured else None,
             # the largest load of an expert, over an even share
             'load_max': None if load is None else (load.amax(1) / load.mean(1)).max()}
 
@@ -591,7 +599,9 @@ def update(run, load):
     for w in params:
         if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages the others
             all_reduce(w.grad).div_(RANKS)
-    grad_norm = whole(clip_grad_norm_(params, config['grad_clip'] or math.inf))
+    grad_norm = clip_grad_norm_(params, config['grad_clip'] or math.inf)
+    if run.sharded:
+        grad_norm = grad_norm.full_tensor()
     moved = grad_norm.isfinite()
     for opt in run.optimizers:
         # fused: the device decides, the host does not wait
@@ -604,28 +614,13 @@ def update(run, load):
         from experts import move_balance
         move_balance(run.model, load, config['balance_rate'] * moved)
     run.scaler.update()
-    for opt in run.optimizers:
-        opt.zero_grad()
+    run.model.zero_grad()
     return grad_norm, moved
-
-
-def tokens_per_update(run):
-    """Tokens that all ranks read in an iteration."""
-    return (run.config['gradient_accumulation_steps'] * run.config['batch_size']
-            * run.model.config.block_size)
 
 
 def seed_dropout(seed, it, rank):
     """Makes dropout a function of (seed, iteration, rank)."""
     torch.manual_seed(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0])
-
-
-@torch.no_grad()
-def relative_change(params, before):
-    """Norm of an update over the norm of the weights `before` it, which it overwrites."""
-    size = whole(get_total_norm(before))
-    torch._foreach_sub_(before, params)
-    return (whole(get_total_norm(before)) / size).item()
 
 
 MAX_SKIPPED = 10  # skipped updates in a row that end the run
@@ -670,8 +665,7 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
     """sample.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError for another
     field than those CHANGEABLE."""
     tuned = init_from != 'resume'
-    changes = packed(meta) if meta else {}
-    changes |= {name: value for name, value in asked.items() if name in CHANGEABLE}
+    changes = packed(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
     model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, **changes)
     if changes:
         with naming(changes):
@@ -686,8 +680,8 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
 
 
 def packed(meta):
-    """The model_args that keep packed conversations apart; {} for other data."""
-    return {'document_token': meta['eot']} if meta['block_size'] else {}
+    """The model_args that keep packed conversations apart; {} for other data, or none."""
+    return {'document_token': meta['eot']} if meta and meta['block_size'] else {}
 
 
 LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}  # the last given of them decides
@@ -708,8 +702,8 @@ def run_settings(config, given, rest):
     config = config | taken
 
     def kept(config):
-        names = 'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'
-        return [config['batch_size'] * config['gradient_accumulation_steps'], *map(config.get, names)]
+        fixed = marked(Path(__file__), 'fixed')
+        return [config['batch_size'] * config['gradient_accumulation_steps'], *map(config.get, fixed)]
     if kept(config) != kept(config | was):
         raise ValueError(f"{rest['path']} can only be resumed with the same optimizer, adapters and "
                          "batch_size * gradient_accumulation_steps: leave them out, or fine-tune it")
@@ -717,23 +711,9 @@ def run_settings(config, given, rest):
 
 
 def start_lora(model, config, rest):
-    """Gives a trained model adapters; returns their part of a checkpoint."""
-    from zoo.weights import add_lora
-    path = rest.get('path')
-    rank = config['lora_rank']
-    alpha = config['lora_alpha']
-    if not path:
-        raise ValueError(f"lora_rank={rank} needs a trained model: give --init_from")
-    if Path(path).parent.resolve() == Path(config['out_dir']).resolve():
-        raise ValueError(f"out_dir={config['out_dir']} holds {path}, the base of the adapters: give "
-                         "another --out_dir")
-    targets = config['lora_targets'].replace(',', ' ').split()
-    add_lora(model, rank, alpha, targets)
-    n_params = sum(w.numel() for w in model.parameters() if w.requires_grad)
-    print0(f"adapters: {n_params:,} parameters are trained")
-    base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
-    return {'rank': rank, 'alpha': alpha, 'targets': targets, 'base': base,
-            'base_checksum': checksum(path)}
+    """Gives a loaded model adapters; returns their part of a checkpoint."""
+    from zoo.weights import start_lora
+    return start_lora(model, config, rest)
 
 
 # checkpoints and log ----------------------------------------------------------------------------------------
@@ -776,10 +756,11 @@ def set_aside(out_dir, *patterns):
     number = 1
     while any(folder.glob(f'*.old-{number}.*')):
         number += 1
-    for path in [path for pattern in patterns for path in sorted(folder.glob(pattern))]:
-        if '.old-' not in path.name:
-            new = path.rename(path.with_suffix(f'.old-{number}{path.suffix}'))
-            print0(f"{path} of the run before is now {new}")
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            if '.old-' not in path.name:
+                new = path.rename(path.with_suffix(f'.old-{number}{path.suffix}'))
+                print0(f"{path} of the run before is now {new}")
 
 
 def read_notes(out_dir):
@@ -807,7 +788,7 @@ def note_failure(out_dir, kind, error, trace):
 
 LOG_FIELDS = {  # columns of log.csv and their formats
     'iter': 'd', 'tokens': 'd', 'epoch': '.4f', 'loss': '.6f', 'val_loss': '.6f', 'val_bpb': '.6f',
-    'lr': '.6e', 'grad_norm': '.5f', 'update_ratio': '.3e', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
+    'lr': '.6e', 'grad_norm': '.5f', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
     'mfu': '.4f', 'load_max': '.3f', 'skipped': 'd', 'wall_s': '.2f',
 }
 
@@ -849,7 +830,7 @@ def start_wandb(run):
 def measure(run, row, seconds, n_sequences):
     """Adds the columns that wait for the device to a row by `step`. seconds: of an iteration; n_sequences: of
     an epoch."""
-    tokens = tokens_per_update(run)
+    tokens = run.tokens_per_update
     peak = peak_flops(run.machine.device, run.machine.dtype)
     weight = torch.as_tensor(row.pop('weight')).to(row['loss'])
     loss, weight = all_reduce(torch.stack([row['loss'], weight])).tolist()
@@ -872,14 +853,10 @@ def describe(row, seconds_left):
 
 # settings and machine ---------------------------------------------------------------------------------------
 
-def start_ranks(backend, device):
+def start_ranks(backend, device_type):
     """Joins the ranks; tensors on the CPU always go through gloo."""
-    device = choose_device(device)
-    kind = device.partition(':')[0]
-    if kind == 'cuda':  # else NCCL may take the first GPU for all, and hang
-        torch.cuda.set_device(device)
     if backend in ('auto', 'nccl'):
-        backend = 'cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo'
+        backend = 'cpu:gloo,cuda:nccl' if device_type == 'cuda' else 'gloo'
     timeout = datetime.timedelta(hours=1)  # saving may take minutes
     store, rank, ranks = next(dist.rendezvous('env://', timeout=timeout))
     # torchrun keeps its store when it restarts ranks: they would find the addresses of those that ended
@@ -892,7 +869,7 @@ def run_length(run, n_sequences):
     config = run.config
     model = run.model
     n_params = num_params(model)
-    tokens = tokens_per_update(run)
+    tokens = run.tokens_per_update
     epoch = n_sequences * model.config.block_size
     max_iters = config['max_iters']
     for length, unit in (config['epochs'], epoch), (config['tokens_per_param'], n_params):
@@ -908,13 +885,6 @@ def run_length(run, n_sequences):
         print0(f"warning: warmup_iters={config['warmup_iters']} does not end before the run: the learning "
                f"rate reaches {max_iters / (config['warmup_iters'] + 1):.0%} of its peak; lower it")
     return max_iters
-
-
-def check_run(config, model_config, machine):
-    """Raises ValueError for settings that are impossible or have no effect."""
-    check_effects(settings, config | vars(model_config), globals())
-    if config['shard'] and RANKS > 1 and (config['lora_rank'] or machine.dtype == torch.float16):
-        raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
 
 
 def check_data(folder, meta, train_bins, val_bins, config):
@@ -996,7 +966,6 @@ if __name__ == '__main__':
     model_args = settings.model_args
     check_values(settings, config | model_args, globals())
     init_from = config['init_from'] = where_to_begin(init_from, out_dir)
-    fields = {name: model_args[name] for name in model_args if given[name] == 'flags'} or model_args
     resumed = init_from == 'resume'
     if resumed:  # by auto; the checkpoint has what the default file set
         given = {name: label for name, label in given.items() if label != 'config/default.py'}
@@ -1004,7 +973,7 @@ if __name__ == '__main__':
     model = source_tokenizer = None
     rest = {}
     if init_from == 'scratch':  # before the data, which may be missing
-        with naming(fields):
+        with naming(model_args):
             GPTConfig(**{'vocab_size': 2**31, **model_args})
     else:
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args,
@@ -1012,11 +981,11 @@ if __name__ == '__main__':
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
 
-    # ranks, machine
-    if TORCHRUN:
-        start_ranks(backend, device)
+    # machine, ranks
     machine = runtime(device, dtype, seed)
     device = machine.device
+    if TORCHRUN:  # after the choice of a GPU: else NCCL may take the first for all ranks, and hang
+        start_ranks(backend, machine.device_type)
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs an eighth of a step
 
@@ -1029,10 +998,10 @@ if __name__ == '__main__':
 
     # model
     if model is None:
-        with naming(fields):
+        with naming(model_args):
             model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
             try_tokens(model)
-    check_run(config, model.config, machine)
+    check_effects(settings, config | vars(model.config), globals())
     check_data(folder, meta, train_bins, val_bins, model.config)
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
@@ -1041,8 +1010,7 @@ if __name__ == '__main__':
         keep_freed_memory(below=2**20)
     shard = shard and RANKS > 1  # a run that several ranks began may continue on one
     if shard:
-        import fsdp
-        fsdp.shard_model(model, machine)
+        shard_model(model, config, machine)
     model.to(device).train()
 
     # the run: optimizers, length
@@ -1060,7 +1028,7 @@ if __name__ == '__main__':
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
 
     # compilation, ranks
-    tokens = max_iters * tokens_per_update(run) / RANKS  # this rank's
+    tokens = max_iters * run.tokens_per_update / RANKS  # this rank's
     compile = resolve_compile(compile, device, flops_per_token(model) * tokens)
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
@@ -1106,7 +1074,7 @@ if __name__ == '__main__':
         timed_it = run.iter_num
         timed_at = time.time()
         while run.iter_num < goal and not (reason or eval_only):
-            row = step(run, batch, measured=run.iter_num + 1 == goal)
+            row = step(run, batch)
             batch = next(batches, None)  # read while the device computes
             it = run.iter_num
             if it < max_iters:
@@ -1131,15 +1099,15 @@ if __name__ == '__main__':
         columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
         if eval_only:
             break
-        val_loss = columns.get('val_loss')
-        columns['wall_s'] = run.wall_s = time.time() - began
-        if val_loss is not None and not math.isfinite(val_loss):
+        val_loss = columns.get('val_loss', math.nan)
+        if columns and not math.isfinite(val_loss):
             diverge(run, f"val loss is {val_loss}")
-        improved = val_loss is not None and val_loss < run.best_val_loss
+        improved = val_loss < run.best_val_loss
         if improved:
             run.best_val_loss = val_loss
+        run.wall_s = time.time() - began
         if row:  # before the checkpoint: a run killed in between writes it again
-            log_row(log_file, wandb_run, row | columns)
+            log_row(log_file, wandb_run, row | columns | {'wall_s': run.wall_s})
         if improved and not always_save_checkpoint:
             save(run, 'best.pt', constant)
         if keep:

@@ -1,6 +1,5 @@
 """Tests of train."""
 import contextlib
-import csv
 import functools
 import glob
 import json
@@ -70,17 +69,17 @@ def test_a_new_optimizer_is_one_entry_and_must_have_every_parameter(monkeypatch)
             torch.optim.SGD(list(model.parameters())[first:], lr=config['learning_rate'])])
     opt, = new_run(tiny(), optimizer='sgd', learning_rate=0.5).optimizers
     assert opt.param_groups[0]['lr'] == 0.5
-    for settings, message in ((dict(optimizer='forgetful'), 'wte.weight is assigned to no optimizer'),
-                              (dict(lr_scales={'wte': 3.0}), "'wte': 3.0} .*: embedding, matrix, vector")):
-        with pytest.raises(ValueError, match=message):
-            new_run(tiny(), **settings)
+    with pytest.raises(ValueError, match='wte.weight is assigned to no optimizer'):
+        new_run(tiny(), optimizer='forgetful')
+    with pytest.raises(ValueError, match="'wte': 3.0} .*: embedding, matrix, vector"):
+        new_run(tiny(), lr_scales={'wte': 3.0})
 
 
 def test_states_of_optimizers_follow_the_names_of_parameters():
     """In any order and groups; a name or, by position, a shape that does not fit is an error."""
     run = new_run(tiny(), optimizer='muon')
     idx = torch.randint(61, (2, 8))
-    flat_train.step(run, [(idx, idx, 1.0)], measured=False)
+    flat_train.step(run, [(idx, idx, 1.0)])
     states = run.snapshot()['optimizer']
     model = tiny()
     model.tags = dict(reversed(model.tags.items()))
@@ -103,8 +102,7 @@ def test_states_of_optimizers_follow_the_names_of_parameters():
 
 
 @pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
-@pytest.mark.parametrize('options', [{}, dict(n_expert=4, balance_bias=True)], ids=['dense', 'experts'])
-def test_an_iteration_waits_for_nothing_that_the_device_computes(options, kind, monkeypatch):
+def test_an_iteration_waits_for_nothing_that_the_device_computes(kind, monkeypatch):
     """A tensor without data raises where somebody asks for its value."""
     monkeypatch.setattr(GPT, 'init_weights', lambda self: None)
     # on CPUs alone the model looks at its targets
@@ -112,9 +110,10 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(options, kind, 
     machine = types.SimpleNamespace(**{**vars(CPU), 'autocast': functools.partial(
         torch.autocast, 'cpu', torch.bfloat16)})
     with FakeTensorMode():
-        run, idx = new_run(tiny(**options), machine, optimizer=kind), torch.zeros(2, 16, dtype=torch.long)
+        model = tiny(n_expert=4, n_dense_layer=1, balance_bias=True)
+        run, idx = new_run(model, machine, optimizer=kind), torch.zeros(2, 16, dtype=torch.long)
         for _ in range(2):
-            flat_train.step(run, [(idx, idx, 1.0)] * 2, measured=False)
+            flat_train.step(run, [(idx, idx, 1.0)] * 2)
         with pytest.raises(DataDependentOutputException):
             flat_train.count_skips(run)
 
@@ -352,7 +351,7 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
         plain = saved(kind)
         for out in (f'{kind}_False', f'{kind}_True'):
             run('train.py', f'--out_dir={out}', *args, *SHARES[kind], '--init_from=resume')
-            for key, tolerance in dict(loss=3e-5, val_loss=3e-5, grad_norm=1e-3, update_ratio=1e-2).items():
+            for key, tolerance in dict(loss=3e-5, val_loss=3e-5, grad_norm=1e-3).items():
                 a, b = ([float(row[key] or 0) for row in log_rows(name)] for name in (out, kind))
                 assert a == pytest.approx(b, rel=tolerance), (out, key)
             mine = saved(out)
@@ -526,6 +525,8 @@ def test_resumed_equals_uninterrupted(folder):
               "--lr_scales={'embedding': 3.0, 'vector': 2.0}"]
     train('--out_dir=whole', *common)
     train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
+    with open('parts/log.csv', 'a', encoding='utf-8') as f:
+        f.write('11,')  # a row that was cut
     run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')
     a, b = map(saved, ('whole', 'parts'))
     assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
@@ -542,7 +543,7 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
     args = ['--init_from=base', '--lora_rank=2', '--dropout=0.1', '--lr_decay_iters=8']
     with pytest.raises(ValueError, match='out_dir=base holds .*ckpt.pt, the base of the adapters'):
         train('--out_dir=base', *args)
-    with pytest.raises(ValueError, match='lora_rank=2 needs a trained model: give --init_from'):
+    with pytest.raises(ValueError, match="--lora_rank has no effect: it needs init_from != 'scratch'"):
         train('--out_dir=out', '--lora_rank=2')
     train('--out_dir=whole', *args, '--max_iters=8')
     train('--out_dir=parts', *args, '--max_iters=4')
@@ -582,14 +583,6 @@ def test_the_best_weights_are_read_where_they_are_kept(folder):
     assert same_weights(tuned.state_dict(), best['model'])
     train('--out_dir=out', '--max_iters=12', '--init_from=resume', '--always_save_checkpoint=True')
     assert os.path.exists('out/best.old-1.pt') and load('out')[2]['iter_num'] == 12
-
-
-def test_a_log_that_was_cut_survives_a_resume(folder):
-    train('--out_dir=out', '--max_iters=10', '--log_interval=1')
-    with open('out/log.csv', 'a', encoding='utf-8') as f:
-        f.write('11,')
-    train('--out_dir=out', '--init_from=resume', '--max_iters=12', '--log_interval=1')
-    assert [int(row['iter']) for row in log_rows('out')] == list(range(1, 13))
 
 
 def test_another_tokenizer_than_the_models_is_said(folder, capsys):
@@ -641,11 +634,8 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
                                          'log.csv', 'log.old-1.csv', 'log.old-2.csv', 'run.json',
                                          'run.old-1.json', 'run.old-2.json']
     for name, expected in zip(('old-1.', 'old-2.', ''), weights):
-        model, _, rest = load(f'out/ckpt.{name}pt')
+        model, *_ = load(f'out/ckpt.{name}pt')
         assert same_weights(model.state_dict(), expected)
-        with open(f'out/log.{name}csv', encoding='utf-8') as f:
-            *_, last = csv.DictReader(f)
-        assert float(last['val_loss']) == pytest.approx(rest['best_val_loss'], abs=1e-6)
 
 
 def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
@@ -684,20 +674,15 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
     train('--out_dir=out', '--max_iters=1', '--keep=1')
     assert sorted(glob.glob('out/*.pt')) == [f'out/{name}.pt' for name in (
         'ckpt-1', 'ckpt-16.old-1', 'ckpt-20.old-1', 'ckpt-best.old-1', 'ckpt.old-1', 'ckpt')]
-    train('--out_dir=whole')
-    train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')  # not as an error
+    train('--out_dir=cut', '--max_iters=1000000', '--time_limit=0')  # not as an error
     assert json.loads(Path('cut/run.json').read_text('utf-8'))['status'] == 'time_limit'
     assert saved('cut')['iter_num'] == 1
-    train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
-    assert same_weights(saved('whole')['model'], saved('cut')['model'])
 
 
 def test_auto_resumes_a_checkpoint_that_is_there(folder):
     for n, begins in (6, 0), (9, 6):
         story = train('--out_dir=out', '--init_from=auto', f'--max_iters={n}', '--lr_decay_iters=9')
         assert story['first_it'] == begins and not saved('out')['masked']
-    train('--out_dir=whole', '--max_iters=9')
-    assert same_weights(saved('whole')['model'], saved('out')['model'])
     story = run('train.py', '--out_dir=out', '--init_from=auto', '--eval_only')  # not config/default.py's
     assert story['config'] | {'eval_only': False} == saved('out')['config'] | {'init_from': 'resume'}
 

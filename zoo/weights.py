@@ -2,10 +2,14 @@
 What is done to finished weights: low-rank adapters (LoRA), which train few parameters beside frozen ones, and
 8 bits, which generate from less memory. Both are modules that take the place of a linear layer.
 """
+import os
+from pathlib import Path
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from configurator import print0
 from experts import GroupedLinear
 from model import Embedding, FusedLinear, Linear, hidden_init, parameter
 
@@ -71,6 +75,23 @@ def merge_lora(model):
             module.base.weight.copy_(module.weight)
             model.set_submodule(name, module.base)
     model.requires_grad_(True)
+
+
+def start_lora(model, config, rest):
+    """Gives a loaded model the adapters of train.py's settings. Returns their part of a checkpoint. rest: see
+    sample.load. Raises ValueError if the model is in out_dir, whose files a new run renames."""
+    from sample import checksum
+    path = rest['path']
+    if Path(path).parent.resolve() == Path(config['out_dir']).resolve():
+        raise ValueError(f"out_dir={config['out_dir']} holds {path}, the base of the adapters: give "
+                         "another --out_dir")
+    lora = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
+            'targets': config['lora_targets'].replace(',', ' ').split()}
+    add_lora(model, **lora)
+    n_params = sum(w.numel() for w in model.parameters() if w.requires_grad)
+    print0(f"adapters: {n_params:,} parameters are trained")
+    base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
+    return lora | {'base': base, 'base_checksum': checksum(path)}
 
 
 def adapted_model(rest, state, merge, changes):
