@@ -616,7 +616,6 @@ class GPT(nn.Module):
 
 # II. cache, masks, kernels ==================================================================================
 
-@dataclasses.dataclass
 class ForwardContext:
     """What all layers of one forward pass share, and the contract of a Mixer.
 
@@ -657,7 +656,10 @@ class ForwardContext:
     dtype: torch.dtype            # that matmuls run in
     weights: list | None          # takes each attention layer's weights, (B, H, T, S)
     routing: list | None          # takes number, balance, z and load of each layer with experts
-    handed: dict = dataclasses.field(default_factory=dict)  # layer -> what it has handed on
+    handed: dict                  # layer -> what it has handed on
+
+    def __init__(self, **values):
+        vars(self).update(values, handed={})  # no dataclass: FSDP would give each block its own copy
 
     def hand_on(self, layer, value):
         """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it. With a cache,
@@ -684,8 +686,9 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
     # on a CPU SDPA's backward takes 1.5 to 2 times as long, 3 times with dropout
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
                  or device.type == 'cpu' and torch.is_grad_enabled())
-    context = ForwardContext(idx, positions, positions, None, {}, {}, cache, lengths, 0, eager,
-                             model.compute_dtype(), weights, routing)
+    context = ForwardContext(idx=idx, positions=positions, position_ids=positions, document_starts=None,
+                             ropes={}, masks={}, cache=cache, lengths=lengths, base=0, eager=eager,
+                             dtype=model.compute_dtype(), weights=weights, routing=routing)
     if config.document_token is not None:
         context.document_starts = find_starts(context, config.document_token)
         context.position_ids = positions - context.document_starts

@@ -30,6 +30,7 @@ START = time.time()  # before torch, whose import wall_s counts
 
 import collections
 import contextlib
+import copy
 import csv
 import dataclasses
 import datetime
@@ -100,7 +101,7 @@ balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of z-loss on the router's logits, not the head's; ST-MoE: 1e-3
 balance_rate = 0.001                 # how far balance_bias moves per iteration [if balance_bias]
 # low-rank adapters (LoRA) of the model that init_from names, whose own weights stay unchanged
-lora_rank = 0                        # 0: none, all weights are trained [if init_from != 'scratch'] [fixed]
+lora_rank = 0                        # 0: none, all weights are trained [fixed]
 # further settings of adapters [if lora_rank]
 lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank [> 0] [fixed]
 lora_targets = 'c_attn,c_proj,c_fc'  # names of linear layers, or of one, as attn.c_proj [fixed]
@@ -453,10 +454,13 @@ def checkpoint_blocks(model, every):
 def forward_recomputed(block, x, context):
     """The forward of a checkpointed block. Each of its two runs has its own copy of the context, as it was
     before the block: the second run is in backward, after later blocks have changed the context."""
-    before = dataclasses.replace(context, handed={**context.handed})
+    before = copy.copy(context)
+    before.handed = {**context.handed}
 
     def forward(x):
-        own = dataclasses.replace(before, handed={**before.handed}, routing=[])
+        own = copy.copy(before)
+        own.handed = {**before.handed}
+        own.routing = []
         return type(block).forward(block, x, own), own.handed, own.routing
 
     x, context.handed, routing = checkpoint(forward, x, use_reentrant=False)

@@ -14,6 +14,7 @@ import torch
 from common import ROOT
 
 import configurator
+import prepare
 import train
 from configurator import runtime
 from model import GPTConfig
@@ -219,7 +220,7 @@ def test_every_rule_of_ours_is_python():
         known = configurator.declared(path) | configurator.declared(ROOT / 'model.py')
         values = {name: setting.default for name, setting in known.items()} | {'mixer_pattern': 'A'}
         tables = {'OPTIMIZERS': {'adamw': 1}, 'SCHEDULES': {'cosine': 1}, 'TORCHRUN': False,
-                  'train': train, 'command': 'train'}
+                  'SOURCES': prepare.SOURCES, 'train': train, 'command': 'train'}
         for name, setting in known.items():
             settings = configurator.Configured({}, {}, [], {name: 'flags'}, known)
             configurator.check_values(settings, values, tables)

@@ -327,7 +327,7 @@ SHARES = {  # kind of model -> its options
               '--residual_lambdas=True'],
     # all experts: rounding must not choose another one
     'experts': ['--optimizer=muon', '--bias=True', '--n_expert=4', '--n_expert_active=4',
-                '--balance_bias=True', '--always_save_checkpoint=False'],
+                '--balance_bias=True', '--z_loss=0.1', '--always_save_checkpoint=False'],
 }
 
 
@@ -543,7 +543,7 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
     args = ['--init_from=base', '--lora_rank=2', '--dropout=0.1', '--lr_decay_iters=8']
     with pytest.raises(ValueError, match='out_dir=base holds .*ckpt.pt, the base of the adapters'):
         train('--out_dir=base', *args)
-    with pytest.raises(ValueError, match="--lora_rank has no effect: it needs init_from != 'scratch'"):
+    with pytest.raises(ValueError, match='lora_rank=2 needs a trained model: give --init_from'):
         train('--out_dir=out', '--lora_rank=2')
     train('--out_dir=whole', *args, '--max_iters=8')
     train('--out_dir=parts', *args, '--max_iters=4')

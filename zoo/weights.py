@@ -79,8 +79,10 @@ def merge_lora(model):
 
 def start_lora(model, config, rest):
     """Gives a loaded model the adapters of train.py's settings. Returns their part of a checkpoint. rest: see
-    sample.load. Raises ValueError if the model is in out_dir, whose files a new run renames."""
+    sample.load. Raises ValueError without one, or if it is in out_dir, whose files a new run renames."""
     from sample import checksum
+    if not rest:
+        raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
     path = rest['path']
     if Path(path).parent.resolve() == Path(config['out_dir']).resolve():
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, the base of the adapters: give "
