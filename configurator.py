@@ -240,6 +240,15 @@ def read_flag(arg, known):
     return {name: checked(arg, name, text if equals else True, known)}
 
 
+def unmet(rules, tables, values):
+    """The first condition of these rules' [if ...] that does not hold, or None. A condition is Python in
+    which `values` and `tables`, two dictionaries, have the names."""
+    for rule in rules:
+        if rule.startswith('if ') and not eval(rule[3:], tables, values):
+            return rule[3:]
+    return None
+
+
 def check_values(settings, values, tables):
     """Raises ValueError for a given value that breaks a rule. settings: from configure; values: of settings,
     by name; tables: the script's globals()."""
@@ -256,10 +265,11 @@ def check_effects(settings, values, tables):
     """Raises ValueError for a flag that changes nothing with these values of settings, unless it restores a
     default. Config files serve many runs: their lines may have no effect."""
     for name in settings.given.keys() & values.keys():
-        _, default, rules, _ = settings.known[name]
-        for rule in rules if settings.given[name] == 'flags' and values[name] != default else ():
-            if rule.startswith('if ') and not eval(rule[3:], tables, values):
-                raise ValueError(f"--{name} has no effect: it needs {rule[3:]}")
+        setting = settings.known[name]
+        if settings.given[name] == 'flags' and values[name] != setting.default:
+            condition = unmet(setting.rules, tables, values)
+            if condition:
+                raise ValueError(f"--{name} has no effect: it needs {condition}")
 
 
 # errors -----------------------------------------------------------------------------------------------------

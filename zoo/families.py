@@ -11,7 +11,7 @@ import typing
 
 import torch
 
-from configurator import ROOT, declared
+from configurator import ROOT, declared, unmet
 from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
@@ -1289,7 +1289,7 @@ def canonical(config):
               'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
     known = declared(ROOT / 'model.py')
     return {name: value for name, value in values.items()
-            if all(eval(rule[3:], {}, vars(config)) for rule in known[name].rules if rule.startswith('if '))}
+            if not unmet(known[name].rules, {}, vars(config))}
 
 
 def write_config(config, kind):
