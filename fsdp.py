@@ -1,5 +1,6 @@
 """Spreads a model over the ranks by FSDP2 (arXiv:2304.11277), for models larger than a GPU. train.py imports
-this file with shard=True."""
+this file with shard=True. If you change weights other than by an optimizer's step, call model.reshard() and
+block.reshard() for each block: the next forward pass may otherwise use weights that were gathered before."""
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

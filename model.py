@@ -409,10 +409,10 @@ class Attention(BaseAttention):
 
     def forward(self, x, context):
         D = self.head_widths[0]
-        q, k, v = self.c_attn(x)
-        q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)                        # each head by itself
-        k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
-        q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))     # (B, H or K, T, D)
+        q, k, v = (y.unflatten(-1, (-1, D)) for y in self.c_attn(x))                # (B, T, H or K, D)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                            # (B, H or K, T, D)
         rope = context.ropes[self.rope_kind]
         q = rotate(q, rope)
         k = rotate(k, rope)
@@ -538,7 +538,8 @@ class GPT(nn.Module):
         T = idx.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
-        context = make_context(self, idx, cache, lengths, weights, [] if targets is not None else None)
+        # positions, rotations and masks, which the layers share: part II
+        context = make_context(self, idx, cache, lengths, weights, routing=None if targets is None else [])
         x0 = self.embed(context)
         x = self.blocks(x0, context)                                                              # (B, T, C)
         if cache is not None:
@@ -597,7 +598,8 @@ class GPT(nn.Module):
 
     def loss(self, x, targets, keep=None, lengths=None):
         """x as head takes it -> the mean cross entropy, 0-d, and with keep the logits of each row's last
-        tokens. Each block of a sharded model is a compiled graph: this is another, and keeps its logits."""
+        tokens. LOSSES of train.py has the losses that training adds. Each block of a sharded model is a
+        compiled graph: this is another, and keeps its logits."""
         logits = self.head(x)
         return cross_entropy(logits, targets), None if keep is None else last_tokens(logits, keep, lengths)
 

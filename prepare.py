@@ -86,21 +86,26 @@ MAIN = os.getpid()  # the process that may do so
 # files as documents -----------------------------------------------------------------------------------------
 # A document is an iterable of blocks of text, or a Conversation.
 
+def unpacked(path):
+    """'a.jsonl' for a.jsonl and for a.jsonl.gz"""
+    return path[:-3] if path.lower().endswith('.gz') else path
+
+
+def ending(path):
+    """'.jsonl' of a.jsonl and of a.jsonl.gz."""
+    return Path(unpacked(path)).suffix.lower()
+
+
 @contextlib.contextmanager
 def open_text(path, errors):
     """The file's text, unpacked. Raises ValueError if it is not UTF-8."""
-    opened = gzip.open if path.lower().endswith('.gz') else open
+    opened = open if path == unpacked(path) else gzip.open
     with opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='') as f:
         try:
             yield f
         except UnicodeDecodeError as e:
             raise ValueError(f'{path} is not UTF-8 text: convert it, leave it out, or use --errors=replace, '
                              'which writes U+FFFD there') from e
-
-
-def ending(path):
-    """'.jsonl' of a.jsonl and of a.jsonl.gz."""
-    return Path(path.lower().removesuffix('.gz')).suffix
 
 
 def read_text(path, errors):
@@ -433,7 +438,7 @@ def find_source(source):
         with open(path, 'wb') as f:
             shutil.copyfileobj(sys.stdin.buffer, f)
     if os.path.isfile(path):
-        name = Path(path.removesuffix('.gz')).stem
+        name = Path(unpacked(path)).stem
         paths = [path]
     else:  # a folder or glob, named after its last folder without wildcards
         pattern = os.path.join(glob.escape(path), '**', '*') if os.path.isdir(path) else path

@@ -92,7 +92,7 @@ lr_scales = {}                       # of groups (GROUPS in model.py), relative 
 weight_decay = 1e-1                  # times learning_rate, on matrices, embeddings; not on norms and biases
 beta1 = 0.9                          # of AdamW [< 1]
 beta2 = 0.95                         # of AdamW [< 1]
-momentum = 0.95                      # of Muon [< 1] [if optimizer != 'adamw']
+momentum = 0.95                      # of Muon [< 1] [if optimizer == 'muon']
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
 # these losses join the objective, not the loss reported
 mtp_loss = 0.3                       # weight of mtp's loss, as DeepSeek-V3 begins [if mtp]

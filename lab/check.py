@@ -293,6 +293,7 @@ def check_gradients(config):
             is_right = any(gradcheck(functools.partial(objective, name), w, eps=step, atol=1e-8, rtol=1e-4,
                                      fast_mode=True, raise_exception=False) for step in (1e-7, 1e-6))
             assert is_right, f"{name} has another gradient than differences; those after it are right"
+            assert torch.autograd.grad(objective(name, w), w)[0].any(), f"the loss does not depend on {name}"
 
 
 def check_dropout(config):

@@ -28,7 +28,7 @@ def letters(config, layer):
 def norm(config, module, x):
     is_latent = x.shape[-1] in (config.kv_lora_rank, config.q_lora_rank)
     eps = config.latent_norm_eps if is_latent else config.norm_eps
-    plain = F.layer_norm if config.norm == 'layernorm' else F.rms_norm
+    plain = {'layernorm': F.layer_norm, 'rmsnorm': F.rms_norm}[config.norm]
     return plain(x, x.shape[-1:], module.weight, eps=eps) + (0 if module.bias is None else module.bias)
 
 
