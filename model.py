@@ -409,10 +409,10 @@ class Attention(BaseAttention):
 
     def forward(self, x, context):
         D = self.head_widths[0]
-        q, k, v = (y.unflatten(-1, (-1, D)) for y in self.c_attn(x))                # (B, T, H or K, D)
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                            # (B, H or K, T, D)
+        q, k, v = self.c_attn(x)
+        q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)                        # each head by itself
+        k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
+        q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))     # (B, H or K, T, D)
         rope = context.ropes[self.rope_kind]
         q = rotate(q, rope)
         k = rotate(k, rope)
