@@ -1,18 +1,17 @@
 """
-Is the code of model.py, mixers.py and train.py still right? Compares a small model of the config's own kind
-with formulas of the papers (tests/formulas.py), with torch's optimizers, and with itself on another path.
+Is the code of the model and of train.py still right? Compares a small model of the config's kind with
+formulas of papers (tests/formulas.py), with torch's optimizers, and with itself on another path.
 
     python lab/check.py config/llama_small.py
-    python lab/check.py --init_from=out       # and the weights of this checkpoint
+    python lab/check.py --init_from=out       # a model of this checkpoint's kind
 
-A check is a function of a small config, which tests may call too. It raises AssertionError, or returns None
-or a remark, for example that a part of yours has no formula. If a formula fails because you meant to change
-it, change it in tests/formulas.py too.
+A check is a function of a small config. It raises AssertionError, or returns None or a remark. If you
+change a formula on purpose, change tests/formulas.py too.
 """
 import os
 import sys
 
-if __name__ == '__main__':  # else Python would search lab/ first
+if __name__ == '__main__':  # otherwise Python searches lab/ first
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import contextlib
@@ -26,8 +25,8 @@ from unittest import mock
 
 from configurator import ROOT, check_effects, configure, marked, show
 
-init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
-json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
+init_from = 'scratch'             # scratch: the config's kind; or a folder, file or hub id
+json: bool | str = False          # True: print the failures as JSON too; or a file to append to
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
 
 import torch
@@ -60,7 +59,7 @@ from formulas import (
 
 SHORT = 24  # tokens
 RANDOM = marked(ROOT / 'model.py', 'random')  # fields that make training random
-SMALL = dict(  # sizes of whatever the config has, hardly two alike, and several of each: an order shows
+SMALL = dict(  # different sizes, so that a wrong order fails
     n_embd=24, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
     linear_value_head_dim=9, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=32,
@@ -68,25 +67,24 @@ SMALL = dict(  # sizes of whatever the config has, hardly two alike, and several
 
 
 def tiny_config(config):
-    """A config of the same kind, small: it has each kind of layer, and options have an effect."""
-    # a fork's own among them
+    """A small config of the same kind: it has each kind of layer, and all options have an effect."""
     changes = {name: SMALL.get(name, min(4, n)) for name, n in vars(config).items() if type(n) is int and n}
     patterns = {name: value for name, value in vars(config).items() if name.endswith('_pattern') and value}
     layers = dict.fromkeys(tuple(flat.letter(pattern, layer) for pattern in patterns.values())
-                           for layer in range(config.n_layer))  # each kind once
+                           for layer in range(config.n_layer))  # each kind of layer once
     for name, letters in zip(patterns, zip(*layers)):
         changes[name] = ''.join(letters if len({*letters}) > 1 else letters[:1])
     changes.update(n_layer=1 + len(layers) + changes.get('n_dense_layer', 0), block_size=LONG, vocab_size=61,
                    norm_eps=0.01, dropout=0.25)
     if config.n_kv_head:
         has_heads = config.head_dim is not None
-        changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),  # four pairs turn
+        changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),  # four rotary pairs
                        head_dim=math.ceil(8 / config.partial_rotary_factor) if has_heads else None)
     if config.linear_n_key_head == config.linear_n_value_head:
         changes['linear_n_value_head'] = changes.get('linear_n_key_head')
     if config.local:
-        own = {'head_dim': 12, 'n_kv_head': 3}
-        changes['local'] = {name: own.get(name, value) for name, value in config.local.items()}
+        sizes = {'head_dim': 12, 'n_kv_head': 3}
+        changes['local'] = {name: sizes.get(name, value) for name, value in config.local.items()}
     for name in 'query_scale', 'rope_scaling':
         if options := getattr(config, name):
             changes[name] = {key: {'length': 7, 'original_max_position_embeddings': 100}.get(
@@ -95,7 +93,7 @@ def tiny_config(config):
 
 
 def randomized(config):
-    """A model in evaluation mode in which every weight and buffer matters: none stays at zero or one."""
+    """A model in evaluation mode without weights or buffers of zeros or ones, so that each matters."""
     model = GPT(config)
     for w in model.state_dict().values():
         w.copy_(w + 0.2 * torch.randn_like(w) if w.ndim < 2 else 0.3 * torch.randn_like(w))
@@ -103,30 +101,31 @@ def randomized(config):
 
 
 def trainable(config):
-    """A randomized model that trains, for mtp's loss, while it draws no random numbers: its parts evaluate,
-    and the fields that are marked as random are 0."""
+    """A randomized model that returns training losses but draws no random numbers: only the model itself is
+    in training mode, and fields marked as random are 0."""
     model = randomized(dataclasses.replace(config, **dict.fromkeys(RANDOM, 0.0)))
     model.training = True
     return model
 
 
 def random_tokens(config, *shape):
-    """Token ids. None of them starts a document in a tiny_config."""
+    """Token ids, none of which starts a document in a tiny_config."""
     return torch.randint(4, config.vocab_size, shape)
 
 
-# what a check finds -----------------------------------------------------------------------------------------
+# what a check reports --------------------------------------------------------------------------------------
 
 def unknown(names):
-    """A remark on parts that have no formula, or None."""
+    """A remark on parts without a formula, or None."""
     return f"no formula for {', '.join(sorted(names))}" if names else None
 
 
 def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
-    """Tensors (rows, positions, ...) or numbers, equal to within tolerance times the largest, or least."""
+    """Raises AssertionError unless tensors or numbers differ by at most tolerance times the
+    largest, or least."""
     found = torch.as_tensor(found)
     expected = torch.as_tensor(expected)
-    is_close = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=least)  # NaN is not
+    is_close = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=least)  # False for NaN
     if not is_close.all():
         at = tuple(is_close.logical_not().nonzero()[0].tolist())
         raise AssertionError(f"{name}: {found[at]:.4g} instead of {expected[at]:.4g}, first at {list(at)}")
@@ -135,14 +134,14 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 # modules ----------------------------------------------------------------------------------------------------
 
 def hand_on_again(context, layer, value):
-    """ForwardContext.hand_on, of a layer that computes again."""
+    """ForwardContext.hand_on that accepts a second call, because formulas call modules again."""
     context.handed[layer] = value
 
 
 @torch.no_grad()
 @mock.patch.object(flat.ForwardContext, 'hand_on', hand_on_again)
 def check_formulas(config):
-    """Each module of a tiny_config, inner ones first, then the whole. If one fails, look at its forward."""
+    """Each module, inner modules first, then the whole model. If one fails, look at its forward."""
     model = trainable(dataclasses.replace(config, document_token=None))
     calls = []
     others = set()
@@ -162,7 +161,7 @@ def check_formulas(config):
                 others.add(type(module).__name__)
             if formula is moe and 'mtp' not in name:
                 routing.append(router_losses(config, module, args[0]))
-        except KeyError as error:  # the tables above do not have it
+        except KeyError as error:  # not in a table of formulas.py
             others.add(*error.args)
     logits, later = decoder(config, model, idx)
     require_equal(aux['logits'], logits, 'logits')
@@ -173,24 +172,24 @@ def check_formulas(config):
     for name, expected in zip(('balance', 'z', 'load'), zip(*routing)):
         expected = torch.stack(expected)
         require_equal(aux[name], expected if name == 'load' else expected.mean(), f"aux['{name}']")
-    require_equal(model.eval()(idx), logits, 'logits where no gradient is asked for')
+    require_equal(model.eval()(idx), logits, 'logits without gradients')
     return unknown(others)
 
 
 def check_scalings(config):
-    """Worked examples of the papers."""
+    """Rotary scalings, by worked examples of the papers."""
     for name, length, options, *expected in EXAMPLES:
         found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
-        for y, its in zip(found, expected):
-            require_equal(y, its, f"{name}: frequencies, factor", 1e-4, 0.1)
+        for y, value in zip(found, expected):
+            require_equal(y, value, f"{name}: frequencies, factor", 1e-4, 0.1)
 
 
 @torch.no_grad()
 def check_start(config):
-    """The first loss; groups and initial values of the parameters, by their names, of many models."""
+    """The first loss; parameters' groups and initial values, over many models."""
     models = [GPT(config).eval() for _ in range(16)]
     loss, _ = models[0](*random_tokens(config, 2, 4, SHORT))
-    require_equal(loss, math.log(config.vocab_size), 'the first loss, about ln(vocabulary),', 0.07)
+    require_equal(loss, math.log(config.vocab_size), 'the first loss, about ln(vocab_size),', 0.07)
     for name, tag in models[0].tags.items():
         w = torch.stack([model.get_parameter(name) for model in models])
         rows = [row for parts, *row in initial_values(config) if any(part in name for part in parts.split())]
@@ -201,20 +200,20 @@ def check_start(config):
             require_equal(off, [0, 0], f"mean and deviation of {name}, in deviations", 6 * w.numel() ** -0.5)
 
 
-SIZES = 'block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', 'bias'  # another may be right
+SIZES = 'block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', 'bias'  # may have no effect
 
 
 def check_options(config):
-    """Each field that has another value than its default changes shapes or the loss. If not, look for another
-    class or table that should read the field too."""
+    """Each field that is not at its default changes shapes or the loss. If one does not, look for a class or
+    table that should read it."""
     def outcome(config):
         torch.manual_seed(0)
         model = randomized(config).train()
-        loss, aux = model(*torch.randint(8, (2, 2, SHORT)))  # a document_token among them
+        loss, aux = model(*torch.randint(8, (2, 2, SHORT)))  # includes a document_token
         return [w.shape for w in model.state_dict().values()], (loss + weighted(aux)).item()
     found = outcome(config)
     for field in dataclasses.fields(config):
-        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # other fields need this one
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # if other fields need this one
             other = dataclasses.replace(config, **{field.name: field.default})
             same = outcome(other) == found and other != config and field.name not in SIZES
             assert not same, f"{field.name} changes nothing"
@@ -223,32 +222,32 @@ def check_options(config):
 # one path against another -----------------------------------------------------------------------------------
 
 def check_documents(config):
-    """Packed documents, and each alone in a model without documents. If it fails, look at make_mask, and at
+    """Packed documents against each document in a separate pass. If it fails, look at make_mask, and at
     document_starts in the mixer."""
     if not all(mixer.documents for mixer in config.mixers):
-        return 'its mixers do not keep documents apart'
+        return 'not supported by its mixers'
     model = randomized(dataclasses.replace(config, document_token=3))
     plain = randomized(dataclasses.replace(config, document_token=None))
     plain.load_state_dict(model.state_dict())
     idx = random_tokens(config, 1, LONG)
-    starts = 0, 64, 69, 70, 100  # 64: of a block of DeltaNet
+    starts = 0, 64, 69, 70, 100  # 64: at the end of a block of DeltaNet
     idx[0, starts] = 3
     for grad in True, False:
         with torch.set_grad_enabled(grad):
             alone = torch.cat([*map(plain, idx.tensor_split(starts[1:], 1))], 1)
-            require_equal(model(idx), alone, f"documents that start at {starts}, and each alone")
+            require_equal(model(idx), alone, f"documents that start at {starts}")
 
 
 @torch.no_grad()
 def check_cache(config):
-    """Chunks, ragged rows, copied rows, static and full caches, rewinding, against one pass. If it fails,
+    """Chunks, ragged rows, copied rows, static and full caches, and rewinding against one pass. If it fails,
     look at make_mask and Cache, and at slots and states of the mixer."""
     model = randomized(config)
-    idx = torch.randint(8, (3, SHORT))  # a document_token too, if there is one
+    idx = torch.randint(8, (3, SHORT))  # includes a document_token
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
-        """counts: of the next tokens of all rows, or a list, of each, which padding follows."""
+        """counts: how many tokens follow in all rows, or a list, how many in each row, padded."""
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
@@ -263,12 +262,12 @@ def check_cache(config):
     feed(cache, 'rows of other lengths', ([12, 8, 2], 3, [1, 2, 3], 1))
     cache.select([2, 0, 1, 2])
     feed(cache, 'rows copied by select', (1, 2, [3, 4, 1, 12]), (9, 17, 14, 9), (2, 0, 1, 2))
-    with mock.patch.object(torch.compiler, 'is_compiling', lambda: True):  # has a path for few queries
+    with mock.patch.object(torch.compiler, 'is_compiling', lambda: True):  # a path for few queries
         feed(model.make_cache(3, SHORT, static=True), 'in a static cache', (SHORT - 3, 1, 2))
     cache = model.make_cache(3, SHORT, rolling=False)
     feed(cache, 'in a cache that does not roll', (16, 1, 1))
     if any(cache.states):
-        return 'a state cannot rewind'
+        return 'without rewind, because the model has states'
     cache.rewind(torch.tensor([0, 4, 1]))
     feed(cache, 'after rewind', (2,), (18, 14, 17))
 
@@ -279,9 +278,8 @@ def weighted(aux):
 
 
 def check_gradients(config):
-    """Gradients along a direction of each parameter, in float64, against differences, whose steps are small:
-    they must not cross a kink, for example of a clamp. If it fails, look for detach, no_grad and changes in
-    place."""
+    """Gradients of each parameter against finite differences in float64, with steps too small
+    to cross a clamp's kink. If it fails, look for detach, no_grad and changes in place."""
     model = trainable(config).double()
     idx = random_tokens(config, 2, SHORT)
 
@@ -289,15 +287,15 @@ def check_gradients(config):
         loss, aux = functional_call(model, {name: w}, (idx, idx.roll(-1, 1)))
         return loss + weighted(aux)
     with mock.patch.object(torch.Tensor, 'float', torch.Tensor.double):
-        for name, w in reversed([*model.named_parameters()]):  # the first to fail is next to the fault
+        for name, w in reversed([*model.named_parameters()]):  # the last wrong one is near the cause
             is_right = any(gradcheck(functools.partial(objective, name), w, eps=step, atol=1e-8, rtol=1e-4,
                                      fast_mode=True, raise_exception=False) for step in (1e-7, 1e-6))
-            assert is_right, f"{name} has another gradient than differences; those after it are right"
+            assert is_right, f"the gradient of {name} is wrong, those of later parameters are right"
             assert torch.autograd.grad(objective(name, w), w)[0].any(), f"the loss does not depend on {name}"
 
 
 def check_dropout(config):
-    """On the embedding, the attention weights and all branches, in training only."""
+    """Dropout on the embedding, the attention weights and all branches, in training only."""
     for p in config.dropout, 0.0:
         model = randomized(config).train(p > 0)
         with mock.patch.object(F, 'dropout', wraps=F.dropout) as dropout:
@@ -309,8 +307,8 @@ def check_dropout(config):
 
 
 def check_compiling(config):
-    """One graph in bfloat16, for two batches. If it fails, look for .item(), and for numbers that change."""
-    model = trainable(config).bfloat16()  # in which experts are one product
+    """One graph for two batches. If it fails, look for .item() and for Python numbers that change."""
+    model = trainable(config).bfloat16()  # experts are then one product
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, dynamic=False, backend='eager')
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -318,29 +316,29 @@ def check_compiling(config):
             require_equal(forward(idx, idx)[0], model(idx, idx)[0], 'the loss of the compiled model', 0.02)
 
 
-@mock.patch.object(train, 'rounded', torch.Tensor.bfloat16)  # as torch's Muon, on every machine
+@mock.patch.object(train, 'rounded', torch.Tensor.bfloat16)  # as in torch's Muon
 def check_updates(config):
-    """Two updates by random gradients against torch's own optimizers. If it fails, look at update and
+    """Two updates with random gradients against torch's optimizers. If it fails, look at update and
     OPTIMIZERS in train.py, and at the tags of the parameters."""
     machine = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None)
-    config = dataclasses.replace(config, balance_bias=False)  # tests/test_train.py holds its moves
+    config = dataclasses.replace(config, balance_bias=False)  # tested in tests/test_train.py
     for kind in OPTIMIZERS:
         model = randomized(config)
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}
         run = train.Run(model, train.config | {
             'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99, 'momentum': 0.7,
             'grad_clip': 0.0, 'optimizer': kind, 'lr_scales': scales}, machine)
-        theirs = [optimizer_step(model, name, kind, scales) for name in model.tags]
+        references = [optimizer_step(model, name, kind, scales) for name in model.tags]
         for _ in range(2):
             start = copy.deepcopy(model.state_dict())
-            for w, (their, step) in zip(run.params, theirs):
-                w.grad = their.grad = torch.randn_like(w)
+            for w, (reference, step) in zip(run.params, references):
+                w.grad = reference.grad = torch.randn_like(w)
                 step()
             train.set_rates(run.optimizers, 0.1)
             train.update(run, None)
-            for (name, w), (their, _) in zip(model.named_parameters(), theirs):
-                error = (w - their).norm() / (their - start[name]).norm()
-                require_equal(error, 0.0, f"by {kind}: error of the move of {name}", 0.03)
+            for (name, w), (reference, _) in zip(model.named_parameters(), references):
+                error = (w - reference).norm() / (reference - start[name]).norm()
+                require_equal(error, 0.0, f"{kind}: relative error of the update of {name}", 0.03)
     return unknown(train.OPTIMIZERS.keys() - OPTIMIZERS)
 
 
@@ -351,38 +349,33 @@ CHECKS = (check_formulas, check_scalings, check_start, check_options, check_docu
 
 
 def run_check(function, config):
-    """(whether it holds, a remark or None). A check that raises an error does not hold."""
+    """(whether it passes, a remark or None)."""
     torch.manual_seed(0)
     try:
         return True, function(config)
     except AssertionError as error:
         return False, str(error)
-    except Exception as error:  # as a changed model.py may raise
+    except Exception as error:  # a changed model.py may raise anything
         traceback.print_exc()
         return False, f"{error!r:.250}"
 
 
 if __name__ == '__main__':
-    failed = []
     if init_from == 'scratch':
         whole = GPTConfig(**settings.model_args)
         check_effects(settings, vars(whole), globals())
     else:
-        model, _, rest = load(init_from, **settings.model_args)
-        whole = model.config
-        for name, w in model.state_dict().items():
-            if not w.isfinite().all():
-                print(f"FAIL {rest['path']} holds NaN or infinite numbers in {name}")
-                failed.append(name)
+        whole = load(init_from, **settings.model_args)[0].config
     small = tiny_config(whole)
-    torch.set_num_threads(1)  # the second would only wait
-    torch.use_deterministic_algorithms(True)  # as train.py has it on a CPU
-    show('checked is a small model of this kind', {
+    torch.set_num_threads(1)  # a second thread is slower at these sizes
+    torch.use_deterministic_algorithms(True)  # as in train.py on a CPU
+    show('checking a small model of the same kind', {
         name: value for name, value in vars(small).items() if value != getattr(whole, name)})
+    failed = []
     for function in CHECKS:
         name = function.__name__
-        holds, remark = run_check(function, small)
-        failed += [] if holds else [name]
-        print(f"{'ok  ' if holds else 'FAIL'} {name}{f': {remark}' if remark else ''}", flush=True)
+        passes, remark = run_check(function, small)
+        failed += [] if passes else [name]
+        print(f"{'ok  ' if passes else 'FAIL'} {name}{f': {remark}' if remark else ''}", flush=True)
     print_json(json, failed=failed)
     sys.exit(bool(failed))

@@ -1,27 +1,26 @@
 """
-Which choice is better, and by how much: trains variants of one run with the same seeds and data.
+Which choice is better, and by how much? Trains variants of a run with the same seeds and data.
 
     python lab/compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
     python lab/compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
     python lab/compare.py ladder                   # a list of lab/variants.py
-    python lab/compare.py mlp --until=decided      # adds seeds while a verdict is open
-    python lab/compare.py scaling --json=sizes.jsonl  # for lab/scaling.py, which fits laws and draws
+    python lab/compare.py mlp --until=decided      # adds seeds until each verdict is clear
+    python lab/compare.py scaling --json=sizes.jsonl  # for lab/scaling.py
 
-Each run is one of train.py, so train.py's settings are accepted too. A variant is an addition to the command
-line, or a git revision and a colon, or both; WORK, the default, is the working tree with its new Python
-files. The code is copied first, so that you may edit it meanwhile. Differences are paired by seed. Run
-check.py first, and make sure that all variants are evaluated alike: docs/research.md.
+The first variant is the baseline. A variant is flags for train.py, or a git revision and a colon, or both.
+The default revision, WORK, is the working tree. The code is copied first, so you may edit it meanwhile. Flags
+of train.py count for all variants. Run check.py before, and read docs/research.md.
 
-out-compare/ has a folder for each run, named by a hash of code, arguments, seed and the data's meta.json. A
-finished run is used again, so you can stop a comparison and continue it, also with more seeds or variants.
-Remove the folder if you change a checkpoint that runs start from, or data without a meta.json.
+out-compare/ has a folder for each run, named by a hash of code, arguments, seed and the data's meta.json.
+Finished runs are used again, so you can stop and continue, also with more seeds or variants. Delete it after
+you change a checkpoint that runs start from, or data without a meta.json.
 
-At equal wall clock: --time_limit=5 --decay_lr=False, and more --max_iters than fit into these minutes.
+To compare at equal time: --time_limit=5 --decay_lr=False and a large --max_iters.
 """
 import os
 import sys
 
-if __name__ == '__main__':  # else Python would search lab/ first
+if __name__ == '__main__':  # otherwise Python searches lab/ first
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import contextlib
@@ -51,13 +50,13 @@ from configurator import (
     run_file,
 )
 
-variants: list | dict | None = None  # what is added to the command line, or {name: that}
-seeds: int | None = None          # runs of each, by seed, seed + 1...; None: 3, until decided 20 [>= 1]
-seed = 1337
-until = ''                        # decided: seeds are added while a verdict is open [in ('', 'decided')]
-margin = 0.02                     # until=decided: an interval around 0 within it, in the loss, is 'as good'
-match: str | None = None          # sets d_ff; None: the list's [in ('none', 'params', 'active')]
-json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
+variants: list | dict | None = None  # additions to the command line, or {name: addition}
+seeds: int | None = None          # runs per variant; None: 3, with until=decided at most 20 [>= 1]
+seed = 1337                       # first seed
+until = ''                        # decided: seeds are added until each verdict is clear [in ('', 'decided')]
+margin = 0.02                     # until=decided: 'as good' if the loss differs by less than this
+match: str | None = None          # sets d_ff for equal parameters [in ('none', 'params', 'active')]
+json: bool | str = False          # True: print the numbers as JSON too; or a file to append to
 OWN = declared(Path(__file__)).keys()
 TRAINS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
 ARGV = sys.argv[1:] if __name__ == '__main__' else []
@@ -79,37 +78,37 @@ RUNS = 'out-compare'
 
 @dataclasses.dataclass
 class Variant:
-    """A way to run train.py."""
+    """Code and arguments of train.py."""
     name: str
-    code: Path         # a folder
-    digest: str        # hash of the code, see copy_code, and the data's meta.json
-    args: list         # train.py's arguments; seed and out_dir follow
-    model: GPT | None  # without memory; None: the working tree's code cannot make it
+    code: Path         # folder
+    digest: str        # hash of the code, and the data's meta.json
+    args: list         # arguments without seed and out_dir
+    model: GPT | None  # without memory; None for another revision or a checkpoint
 
     def folder(self, seed):
-        """The folder of the run with this seed, named by everything that the run depends on."""
+        """The folder of the run with this seed, named by all that the run depends on."""
         args = [[path.read_text('utf-8') for path in sorted(Path(arg).parent.glob('*.py'))
-                 if path.name == Path(arg).name or path.stem in sys.modules]  # modules that it imports
+                 if path.name == Path(arg).name or path.stem in sys.modules]  # it may import these modules
                 if is_config(arg) else arg for arg in self.args]
         digest = hashlib.sha256(dumps([self.digest, args, seed]).encode()).hexdigest()
         return f'{RUNS}/{digest[:12]}'
 
 
 def is_config(arg):
-    """Whether an argument is a config file."""
+    """Whether the argument is a config file."""
     return arg.endswith('.py') and not arg.startswith('-')
 
 
 def git(*args, **variables):
-    """The output of a git command, with further environment variables."""
+    """The output of a git command. variables: added to the environment."""
     return subprocess.check_output(['git', *args], cwd=ROOT, encoding='utf-8', env=os.environ | variables)
 
 
 @functools.cache
 def copy_code(revision, folder):
     """Copies the Python files of a revision, or of the working tree (WORK), to a new folder. Returns a hash
-    of the files that runs depend on; a commit of the working tree does not change the hash."""
-    if revision == 'WORK':  # through an index of its own
+    of the files that runs depend on. A commit does not change WORK's hash."""
+    if revision == 'WORK':  # a separate index leaves the user's alone
         git('add', '*.py', GIT_INDEX_FILE=f'{folder}.index')
         revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
     git('archive', f'--output={folder}.zip', revision, '*.py')
@@ -121,14 +120,13 @@ def copy_code(revision, folder):
 
 
 def parse_variant(text):
-    """'HEAD~1: --norm=layernorm' -> ('HEAD~1', ['--norm=layernorm']); without a revision it is WORK."""
-    revision, rest = re.fullmatch(r'(?s)\s*(?:([^\s:-][^\s:]*):(?=\s|-|$))?(.*)', text).groups()
-    return revision or 'WORK', shlex.split(rest)
+    """'HEAD~1: --norm=layernorm' -> ('HEAD~1', ['--norm=layernorm']); the default revision is WORK."""
+    revision, flags = re.fullmatch(r'(?s)\s*(?:([^\s:-][^\s:]*):(?=\s|-|$))?(.*)', text).groups()
+    return revision or 'WORK', shlex.split(flags)
 
 
 def line_settings(args, code):
-    """The settings and model fields of a train.py command line. code: the folder of its revision, which may
-    have other settings than the working tree."""
+    """Settings and model fields of a command line of train.py. code: the folder of its revision."""
     known = declared(code / 'model.py') | declared(code / 'train.py')
     settings = {name: setting.default for name, setting in known.items()}
     for arg in args:
@@ -137,30 +135,30 @@ def line_settings(args, code):
 
 
 def make_variants(texts, base, place):
-    """texts, name -> additions to base, a command line of train.py -> Variants, their code in folder `place`.
-    Raises ValueError and FileNotFoundError for mistakes that show before any run."""
+    """texts: name -> additions to base, a command line of train.py. Returns Variants; their code is in folder
+    `place`. Raises ValueError and FileNotFoundError for mistakes that show before any run."""
     variants = []
     for name, text in texts.items():
-        revision, own = parse_variant(text)
+        revision, flags = parse_variant(text)
         code = place / revision.replace('/', '_')
         digest = copy_code(revision, code)
-        args = [*base, *own]
+        args = [*base, *flags]
         is_bare = not any(map(is_config, args))
         if is_bare:
             args = ['config/default.py', *args]
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
         settings = line_settings(args, code)
         if is_bare and settings['init_from'] != 'scratch':
-            del args[0]  # train.py itself reads the file, without the model's fields
+            del args[0]  # the model's fields are those of the checkpoint
         folder = data_folder(settings['dataset'])
-        Bins(folder, 'train')  # raises FileNotFoundError unless it is prepared
+        Bins(folder, 'train')  # raises FileNotFoundError
         model = new_model(args) if revision == 'WORK' else None
         variants.append(Variant(name, code, digest + dumps(read_meta(folder)), args, model))
     return variants
 
 
 def new_model(args):
-    """The model that a command line of train.py makes, without memory; None: it loads one."""
+    """The model that a command line of train.py makes, without memory; None if it loads one."""
     with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
         config = settings.config
@@ -169,7 +167,8 @@ def new_model(args):
 
 
 def match_size(variant, target, active):
-    """Sets d_ff, or the experts' d_expert, so that the variant has `target` parameters, to 1%."""
+    """Sets d_ff, or d_expert, so that the variant has `target` parameters, or active ones, within 1%. Raises
+    ValueError if no width fits."""
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
     was = getattr(variant.model.config, name)
 
@@ -177,14 +176,14 @@ def match_size(variant, target, active):
         variant.model = new_model([*variant.args, f'--{name}={width}'])
         return num_params(variant.model, active) - target
 
-    slope = (excess(was + 64) - excess(was)) / 64 or math.inf  # without MLPs no width changes the number
+    slope = (excess(was + 64) - excess(was)) / 64 or math.inf  # without MLPs no width matters
     exact = was - excess(was) / slope
     for width in was, *(n * max(1, round(exact / n)) for n in (64, 8, 2)):
         if abs(excess(width)) <= 0.01 * target:
             break
     else:
-        raise ValueError(f"variant {variant.name!r}: no {name} gives it the baseline's {target:,} "
-                         "parameters, to within 1%: change its width or depth")
+        raise ValueError(f"variant {variant.name!r}: no {name} gives {target:,} parameters, as the baseline "
+                         "has: change width or depth, or use --match=none")
     if width != was:
         print(f"{variant.name}: {name}={width} (was {was})")
         variant.args.append(f'--{name}={width}')
@@ -193,33 +192,32 @@ def match_size(variant, target, active):
 # runs -------------------------------------------------------------------------------------------------------
 
 def read_facts(folder):
-    """A run's run.json; {} before it is written."""
+    """The facts in a run's run.json, or {}."""
     path = Path(folder, 'run.json')
     return loads(path.read_text('utf-8')) if path.exists() else {}
 
 
 def read_run(folder):
-    """A run that is over, or None: the facts of its run.json, the 'rows' of its log.csv and its 'seconds'; of
-    a run that diverged only the facts, 'error' among them."""
+    """None unless the run has ended: its facts, with the 'rows' of log.csv unless it diverged, which is an
+    'error'."""
     facts = read_facts(folder)
     if facts.get('status') in ('done', 'time_limit'):
         log = np.genfromtxt(f'{folder}/log.csv', delimiter=',', names=True, encoding='utf-8')
-        rows = np.atleast_1d(log)
-        return {**facts, 'rows': rows, 'seconds': rows['wall_s'][-1]}
+        return {**facts, 'rows': np.atleast_1d(log)}
     return facts if facts.get('status') == 'diverged' else None
 
 
 def run_variant(variant, seed):
-    """Runs a variant with a seed, or continues its stopped run. Ctrl-C makes the run save its state. Returns
-    read_run's dict, or one with an 'error' that the next attempt may not meet."""
+    """Starts or continues a run, which saves its state at Ctrl-C. Returns read_run's dict, or {'error': text}
+    if the run failed."""
     folder = Path(variant.folder(seed))
     args = [*variant.args, f'--seed={seed}']
     folder.mkdir(parents=True, exist_ok=True)
     printed = folder / 'printed.txt'
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
-        args.append('--init_from=resume')  # after its config files, which may define a mixer
+        args.append('--init_from=resume')  # config files may define a mixer
     with open(printed, 'w', encoding='utf-8') as f:
-        process = subprocess.Popen(  # in a session of its own, which the terminal's Ctrl-C does not reach
+        process = subprocess.Popen(  # in a session that the terminal's Ctrl-C does not reach
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -228,22 +226,22 @@ def run_variant(variant, seed):
         process.terminate()
         process.wait()
         raise
-    last = printed.read_text('utf-8', errors='replace').strip().rpartition('\n')[2]
-    return read_run(folder) or {'error': f"{last} (exit status {process.returncode})"}
+    last_line = printed.read_text('utf-8', errors='replace').strip().rpartition('\n')[2]
+    return read_run(folder) or {'error': f"{last_line} (exit status {process.returncode})"}
 
 
 def run_all(variants, seeds, until='', margin=0.0):
-    """variant's name -> read_run's dicts, by seed. Runs what is not over yet, in turns. until='decided': only
-    the baseline and the variants whose verdict is open get another seed. A variant whose run failed gets
-    none either. Raises ValueError if a run of the baseline fails."""
+    """Runs what has not ended, seed by seed. Returns variant's name -> read_run's dicts. A variant whose run
+    failed gets no further seed, nor does one whose verdict is clear, if until='decided'. Raises ValueError if
+    a run of the baseline fails."""
     runs = {variant.name: [] for variant in variants}
     remaining = [*variants]
     for seed in seeds:
         for variant in remaining:
             run = read_run(variant.folder(seed)) or run_variant(variant, seed)
-            print0(f"{variant.name}, seed {seed}: {run['error'] or duration(run['seconds'])}")
+            print0(f"{variant.name}, seed {seed}: {run['error'] or duration(run['rows']['wall_s'][-1])}")
             if run['error'] and variant is variants[0]:
-                raise ValueError('a run of the baseline failed: nothing can be compared with it')
+                raise ValueError('a run of the baseline failed, so nothing can be compared with it')
             runs[variant.name].append(run)
         remaining = [variant for variant in remaining if not runs[variant.name][-1]['error']]
         if until:
@@ -257,31 +255,31 @@ def run_all(variants, seeds, until='', margin=0.0):
 
 # judging ----------------------------------------------------------------------------------------------------
 
-# 95% of Student's t is within +- these, for 1, 2, ... degrees of freedom
+# 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom
 T_95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
-OPEN = 'one seed', 'no difference seen'  # verdicts
+OPEN = 'one seed', 'no difference seen'  # verdicts that more seeds may change
 
 
 def lasting(n, alpha):
-    """Half of a confidence interval, in standard deviations of n normal differences, that misses the mean at
-    any n, however often one looks, with probability alpha at most: arXiv:2310.03722, where the t statistic's
-    mixture over effects has a standard deviation of 5 here."""
+    """Half of a confidence interval, in standard deviations of n normal differences, that holds at all n at
+    once: it misses the mean with probability alpha at most, however often you look. From arXiv:2310.03722's t
+    statistic, with effects mixed at a standard deviation of 5."""
     shrink = 5 ** -2 / (n + 5 ** -2)
     bound = (alpha * shrink ** 0.5) ** (-2 / n)
     ratio = (bound - 1) / (1 - bound * shrink) if bound * shrink < 1 else math.inf  # t^2 / (n - 1)
     return ((n - 1) * ratio / n) ** 0.5
 
 
-def paired_difference(losses, first, alpha=None, margin=0.0):
-    """Mean of the differences of losses, seed by seed, half of its 95% confidence interval, None for a single
-    seed, and the verdict. alpha: the interval holds at any n (lasting), and 'as good' is a verdict too."""
-    differences = np.subtract(losses, first[:len(losses)])
+def paired_difference(losses, baseline, alpha=None, margin=0.0):
+    """Mean of the differences in loss, seed by seed; half of its 95% confidence interval, or None; and the
+    verdict. alpha: the interval is `lasting`, and 'as good' is a verdict too."""
+    differences = np.subtract(losses, baseline[:len(losses)])
     n = len(differences)
     mean = differences.mean()
     df = n - 1
     if not df:
         return mean, None, 'one seed'
-    t = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.372 / df + 2.9 / df**2  # Cornish and Fisher's series
+    t = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.372 / df + 2.9 / df**2  # Cornish-Fisher series
     half = differences.std(ddof=1) * (lasting(n, alpha) if alpha else t / n ** 0.5)
     if not math.isfinite(half):  # too few seeds
         return mean, None, 'no difference seen'
@@ -291,30 +289,30 @@ def paired_difference(losses, first, alpha=None, margin=0.0):
 
 
 def comparison(variants, runs, until, margin):
-    """The table's rows, dicts, from run_all's runs, of the variants whose runs did not fail. Losses on
-    different data are compared as bits per byte. until: intervals hold for all variants and looks at once."""
-    finished = [variant for variant in variants if not any(run['error'] for run in runs[variant.name])]
+    """Rows of the table, dicts, from run_all's runs, without failed variants. Losses on different data are
+    compared as bits per byte. until: intervals hold for all variants and numbers of seeds at once."""
+    finished = [variant for variant in variants if not runs[variant.name][-1]['error']]
     data = {run['data'] for variant in finished for run in runs[variant.name]}
     column = 'val_loss' if len(data) == 1 else 'val_bpb'
     alpha = 0.05 / max(1, len(variants) - 1) if until else None
     rows = []
     for variant in finished:
-        own = runs[variant.name]
         model = variant.model
-        losses = [run['rows'][column][-1] for run in own]
-        # the first is a warm-up
-        ms = np.concatenate([run['rows']['ms_per_iter'][len(run['rows']) > 1:] for run in own])
+        of_variant = runs[variant.name]
+        losses = [run['rows'][column][-1] for run in of_variant]
+        # without the first row, a warm-up
+        ms = np.concatenate([run['rows']['ms_per_iter'][len(run['rows']) > 1:] for run in of_variant])
+        peaks = [run['peak_mb'] for run in of_variant]
         row = {'variant': variant.name, 'column': column, 'losses': losses,
                'loss': statistics.fmean(losses),
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
-               'tokens': own[0]['rows']['tokens'][-1],
+               'tokens': of_variant[0]['rows']['tokens'][-1],
                'inner_params': model and sum(w.numel() for name, w in model.named_parameters()
                                              if model.tags[name].group not in LOOKED_UP),
                'ms': np.percentile(ms, [10, 50, 90]).tolist(),
-               'cache_bytes_per_token': model and cache_per_token(model, torch.bfloat16)}
-        for name in ('peak_mb', 'params'):
-            values = [run[name] for run in own]
-            row[name] = None if None in values else statistics.median(values)
+               'cache_bytes_per_token': model and cache_per_token(model, torch.bfloat16),
+               'peak_mb': None if None in peaks else statistics.median(peaks),
+               'params': of_variant[0]['params']}
         if rows:
             row['difference'], row['half_interval'], row['verdict'] = paired_difference(
                 losses, rows[0]['losses'], alpha, margin)
@@ -326,37 +324,35 @@ def print_comparison(rows, until):
     """Prints a row for each variant: loss, difference, speed, sizes."""
     table = {}
     for row in rows:
-        mean, half, verdict = row.get('difference'), row.get('half_interval'), row.get('verdict', '')
+        mean, half = row.get('difference'), row.get('half_interval')
         low, ms, high = row['ms']
         table[row['variant']] = [
             f"{row['loss']:.4f}" + ('' if row['sd'] is None else f" ± {row['sd']:.4f}"),
-            ('' if mean is None else f"{mean:+.4f}") +
+            ('baseline' if mean is None else f"{mean:+.4f}") +
             ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
-            f"{verdict} after {len(row['losses'])} seeds" if until and verdict else verdict,
-            f"{ms:.1f} ({low:.1f} to {high:.1f})",
+            row.get('verdict', ''), f"{len(row['losses'])}", f"{ms:.1f} ({low:.1f} to {high:.1f})",
             *('n/a' if row[name] is None else f"{row[name]:,.0f}"
               for name in ('tokens', 'peak_mb', 'params', 'cache_bytes_per_token'))]
     column = rows[0]['column']
     print_table('variant', [
-        column, 'difference from the baseline, 95% confidence', 'verdict', 'ms/step', 'tokens',
-        'peak MB', 'parameters', 'cache B/token'], table)
+        f'{column} ± sd of seeds', 'difference from baseline, 95% interval', 'verdict', 'seeds',
+        'median ms/step (10% to 90%)', 'tokens read', 'peak MB', 'parameters', 'cache bytes/token'], table)
     if column == 'val_bpb':
-        print("warning: the data differ; each variant is judged by bits per byte of its own val.bin")
-    print("ms/step is a median, in brackets the 10th and 90th percentile")
-    print("± is the spread over seeds, the difference is paired by seed, "
-          f"{'all intervals together, at any number of seeds' if until else 'each interval by itself'}")
+        print("warning: the data differ; bits per byte of different texts are compared")
+    if until:
+        print("the intervals hold for all variants together and at any number of seeds")
 
 
 # ------------------------------------------------------------------------------------------------------------
 
 def compare(config, args, name=None):
-    """Trains variants and prints the comparison. args: train.py's; name: of a list in lab/variants.py,
-    unless config and args have their own."""
+    """Trains variants, prints the comparison and returns its numbers. args: of train.py; name: a list of
+    lab/variants.py, which config and args override."""
     known = runpy.run_path(str(ROOT / 'lab/variants.py'))['LISTS'].get(name, {})
     texts = config['variants'] or known.get('variants')
     if not texts:
-        raise ValueError("nothing to compare: give --variants=\"['', '--norm=layernorm']\", or a list of "
-                         "lab/variants.py, as in python lab/compare.py norms")
+        raise ValueError("nothing to compare: add --variants=\"['', '--norm=layernorm']\" or the name of a "
+                         "list in lab/variants.py, as in python lab/compare.py norms")
     if isinstance(texts, list):
         texts = {text.strip() or 'base': text for text in texts}
     if known and not any(map(is_config, args)):
@@ -376,7 +372,7 @@ def compare(config, args, name=None):
                    for variant in variants}
     rows = comparison(variants, runs, until, config['margin'])
     print_comparison(rows, until)
-    failed = {name: own[-1]['error'] for name, own in runs.items() if own[-1]['error']}
+    failed = {name: of_variant[-1]['error'] for name, of_variant in runs.items() if of_variant[-1]['error']}
     return {'rows': rows, 'runs': folders, 'failed': failed}
 
 

@@ -1,10 +1,10 @@
-"""Tests of lab/check.py: mistakes that it finds, and sound models in which it finds none."""
+"""Tests of lab/check.py: it finds planted mistakes, and passes correct models."""
 import math
 import re
 
 import pytest
 import torch
-from common import ROOT, run, train
+from common import ROOT, run
 
 import model as flat
 import train as flat_train
@@ -31,7 +31,7 @@ def counting(forward):
 
 
 MISTAKES = [
-    # mistake, options of the model, where it is planted, correct -> wrong, the check, its message
+    # mistake, the model's options, place, correct -> wrong, check, message
     ('a mask sees one token ahead', {}, flat, 'visible', lambda f: lambda q, k, *first: f(q + 1, k, *first),
      check.check_formulas, r'h\.0\.attn: .*, first at \[0, 0, 0\]'),
     ("YaRN's turns the other way round", dict(rope_scaling=YARN), flat.ROPE_SCALINGS, 'yarn',
@@ -41,7 +41,7 @@ MISTAKES = [
      lambda f: lambda *args: f(*args[:6], 0.0, *args[7:]), check.check_options,
      'attn_softcap changes nothing'),
     ("Muon's updates that are too small", {}, flat_train, 'orthogonalise', lambda f: lambda x: 0.9 * f(x),
-     check.check_updates, 'by muon: error of the move of h.0.attn'),
+     check.check_updates, 'muon: relative error of the update of h.0.attn'),
     ('a gate that is a matrix', {}, flat.Norm, '__init__', lambda f: lambda self, *args: (
         f(self, *args), flat.tag(self.weight, torch.nn.init.ones_, 'embedding'))[0],
      check.check_start, 'ln_1.weight is in the group embedding, not vector'),
@@ -52,21 +52,20 @@ MISTAKES = [
      check.check_dropout, 'it misses embedding'),
     ('documents that see each other', dict(document_token=3), flat, 'find_starts',
      lambda f: lambda *args: 0 * f(*args), check.check_documents, r'first at \[0, 64, 0\]'),
-    ('select forgets states', HYBRID, flat.Cache, 'select', select_but_states,
+    ('select that forgets states', HYBRID, flat.Cache, 'select', select_but_states,
      check.check_cache, 'copied by select'),
     ('a block that counts its calls', {}, flat.Block, 'forward', counting,
      check.check_compiling, 'Recompile|calls'),
-    ('norms that decay', {}, flat.GROUPS, 'vector', lambda f: True,
-     check.check_updates, 'the move of h.0.ln_1.weight'),
 ]
 
 
 @pytest.mark.parametrize('options, place, name, change, function, message', [row[1:] for row in MISTAKES],
                          ids=[row[0] for row in MISTAKES])
 def test_a_planted_mistake_is_found(options, place, name, change, function, message, monkeypatch):
-    setter, old = (monkeypatch.setitem, place[name]) if isinstance(place, dict) else (
-        monkeypatch.setattr, getattr(place, name))
-    setter(place, name, change(old))
+    if isinstance(place, dict):
+        monkeypatch.setitem(place, name, change(place[name]))
+    else:
+        monkeypatch.setattr(place, name, change(getattr(place, name)))
     holds, remark = check.run_check(function, check.tiny_config(GPTConfig(**options)))
     assert not holds
     assert re.search(message, remark), remark
@@ -79,7 +78,7 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
          window_pattern='LC', local={'rope_base': 50.0, 'rope_scaling': YARN}, norm='layernorm',
          expert_pattern='NED', expert_input_scale=True, **MOE),
     dict(mixer_pattern='CBK', mtp=True, residual_lambdas=True, bigram_size=50)], ids=str)
-def test_sound_models_pass(options):
+def test_correct_models_pass(options):
     small = check.tiny_config(GPTConfig(**options))
     assert small.n_layer <= 7
     for function in check.CHECKS:
@@ -88,7 +87,7 @@ def test_sound_models_pass(options):
             assert holds, remark
 
 
-def test_a_layer_of_ones_own_is_no_fault(monkeypatch):
+def test_a_forks_layer_without_formula_passes(monkeypatch):
     class Mean(flat.Attention):
         def attend(self, q, k, v, context):
             return (super().attend(q, k, v, context) + super().attend(q, 2 * k, v, context)) / 2
@@ -98,17 +97,12 @@ def test_a_layer_of_ones_own_is_no_fault(monkeypatch):
         assert check.check_formulas(check.tiny_config(GPTConfig(**options))) == f'no formula for {name}'
 
 
-def test_randomness_and_shared_keys_of_ones_own_are_no_fault(monkeypatch):
-    branch, embed = flat.Block.branch, flat.GPT.embed
+def test_a_forks_randomness_and_shared_keys_pass(monkeypatch):
+    branch = flat.Block.branch
 
     def drop_path(self, y):
         return branch(self, y) * ((torch.rand(len(y), 1, 1) < 0.5) * 2 if self.training else 1)
-
-    def noisy(self, context):  # by a field that is marked as random
-        x = embed(self, context)
-        return x + self.config.dropout * torch.randn_like(x) if self.training else x
     monkeypatch.setattr(flat.Block, 'branch', drop_path)
-    monkeypatch.setattr(flat.GPT, 'embed', noisy)
     monkeypatch.setitem(flat.MIXERS, 'H', SharedKeys)
     small = check.tiny_config(GPTConfig(mixer_pattern='H', n_kv_head=2, mtp=True))
     for function in check.check_formulas, check.check_gradients, check.check_updates:
@@ -144,13 +138,5 @@ def test_command(folder, capsys):
         run('lab/check.py', str(ROOT / 'config' / 'qwen3_8b.py'), '--json=True')
     assert end.value.code == 0
     assert '"failed": []' in capsys.readouterr().out
-    train('--out_dir=out', '--max_iters=1')
-    saved = torch.load('out/ckpt.pt', weights_only=True)
-    saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
-    torch.save(saved, 'out/ckpt.pt')
-    with pytest.raises(SystemExit) as end:
-        run('lab/check.py', '--init_from=out', '--json=True')
-    assert end.value.code == 1
-    assert '"failed": ["h.1.mlp.c_fc.weight"]' in capsys.readouterr().out
     with pytest.raises(ValueError, match='--q_lora_rank has no effect'):
         run('lab/check.py', '--q_lora_rank=3')

@@ -1,4 +1,4 @@
-"""Tests of lab/inspect.py: its numbers against naive loops over what transformers computes."""
+"""Tests of lab/inspect.py against naive loops over attention weights of transformers."""
 import math
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ TEXT = 'a $b$\né'
 
 
 def naive_numbers(weight):
-    """weight: a list of a query's weights, the token itself last."""
+    """weight: a list of a query's weights, its own token last."""
     entropy = -sum(w * math.log(w) for w in weight)
     distance = sum(w * (len(weight) - 1 - i) for i, w in enumerate(weight))
     return entropy, distance, weight[-1], weight[0]
@@ -30,7 +30,7 @@ def test_numbers_are_those_of_transformers(folder, capsys):
     other = transformers.AutoModelForCausalLM.from_pretrained('exported', attn_implementation='eager')
     idx = torch.tensor([[*TEXT.encode()]])
     found = other(idx[:, :-1], output_attentions=True, output_hidden_states=True)
-    hidden = found.hidden_states[1:-1]  # the last one is after the norm
+    hidden = found.hidden_states[1:-1]  # without the last, which is normalised
     for x in hidden:
         x.retain_grad()
     torch.nn.functional.cross_entropy(found.logits[0], idx[0, 1:]).backward()
@@ -45,11 +45,10 @@ def test_numbers_are_those_of_transformers(folder, capsys):
     for x, pair in zip(hidden, sizes[:-1], strict=True):
         rms = [sum(n * n for n in y.flatten().tolist()) / y.numel() for y in (x, x.grad)]
         assert pair == pytest.approx([n ** 0.5 for n in rms], rel=1e-4)
-    assert re.search(rf'^64 +{6 * 64 * 64 * 4 / 1e6:.1f}$', out, re.M)
 
 
 def test_wavelengths():
-    """Of a worked example of YaRN, as in tests/formulas.py."""
+    """A worked example of YaRN, as in tests/formulas.py."""
     scaling = dict(rope_type='yarn', factor=8.0, original_max_position_embeddings=500)
     for items, freq in ((), [1, 0.5, 0.25, 0.125]), (scaling.items(), [1, 0.5, 41 / 192, 17 / 192]):
         found = inside.wavelengths((16.0, 8, tuple(items)), 15)
