@@ -141,7 +141,7 @@ def report(model, machine, times, tokens):
         rows[name] = [f"{ms:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens[name] / ms * 1e3:,.1f}",
                       f"{times_faster[name]:.2f} ({ratios.min():.2f} to {ratios.max():.2f})"]
     print_table('', ['median ms per step', '10th to 90th percentile', 'tokens/s',
-                     'flatgpt relative to this row (range of rounds)'], rows)
+                     'speed of flatgpt relative to this row (range)'], rows)
     print(f"peak memory: {f'{memory:,.0f} MB' if memory else 'n/a'}")
     ms = float(np.median(times['flatgpt'])) * 1e3
     return {'tok_per_s': tokens['flatgpt'] / ms * 1e3, 'ms': ms, 'times_faster': times_faster,
@@ -243,7 +243,7 @@ def measure_params(config, model_args):
         kinds.setdefault(kind, []).append(number)
     for numbers in kinds.values():
         first = numbers[0]
-        print_parameters(model, f"layer {first}, one of {len(numbers)} equal ones",
+        print_parameters(model, f"layer {first}, one of {len(numbers)} equal layers",
                          model.h[first].named_parameters(f'h.{first}'), model.h[first].attn)
     print_parameters(model, 'outside the layers', [
         (name, w) for name, w in model.named_parameters() if not name.startswith('h.')])

@@ -25,8 +25,8 @@ from unittest import mock
 
 from configurator import ROOT, check_effects, configure, marked, show
 
-init_from = 'scratch'             # scratch: the config's kind; or a folder, file or hub id
-json: bool | str = False          # True: print the failures as JSON too; or a file to append to
+init_from = 'scratch'             # scratch, or a checkpoint as in sample.py
+json: bool | str = False          # True: print failures as JSON too; or a file
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
 
 import torch
@@ -58,8 +58,8 @@ from formulas import (
 # a small model of the same kind -----------------------------------------------------------------------------
 
 SHORT = 24  # tokens
-RANDOM = marked(ROOT / 'model.py', 'random')  # fields that make training random
-SMALL = dict(  # different sizes, so that a wrong order fails
+RANDOM = marked(ROOT / 'model.py', 'random')
+SMALL = dict(  # different sizes, so that mixed-up dimensions fail
     n_embd=24, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
     linear_value_head_dim=9, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=32,
@@ -71,7 +71,7 @@ def tiny_config(config):
     changes = {name: SMALL.get(name, min(4, n)) for name, n in vars(config).items() if type(n) is int and n}
     patterns = {name: value for name, value in vars(config).items() if name.endswith('_pattern') and value}
     layers = dict.fromkeys(tuple(flat.letter(pattern, layer) for pattern in patterns.values())
-                           for layer in range(config.n_layer))  # each kind of layer once
+                           for layer in range(config.n_layer))
     for name, letters in zip(patterns, zip(*layers)):
         changes[name] = ''.join(letters if len({*letters}) > 1 else letters[:1])
     changes.update(n_layer=1 + len(layers) + changes.get('n_dense_layer', 0), block_size=LONG, vocab_size=61,
@@ -93,7 +93,7 @@ def tiny_config(config):
 
 
 def randomized(config):
-    """A model in evaluation mode without weights or buffers of zeros or ones, so that each matters."""
+    """A model in evaluation mode whose weights and buffers all matter: none is zero or one."""
     model = GPT(config)
     for w in model.state_dict().values():
         w.copy_(w + 0.2 * torch.randn_like(w) if w.ndim < 2 else 0.3 * torch.randn_like(w))
@@ -101,8 +101,8 @@ def randomized(config):
 
 
 def trainable(config):
-    """A randomized model that returns training losses but draws no random numbers: only the model itself is
-    in training mode, and fields marked as random are 0."""
+    """A randomized model that returns training losses without random numbers: only its outermost module is in
+    training mode."""
     model = randomized(dataclasses.replace(config, **dict.fromkeys(RANDOM, 0.0)))
     model.training = True
     return model
@@ -121,8 +121,7 @@ def unknown(names):
 
 
 def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
-    """Raises AssertionError unless tensors or numbers differ by at most tolerance times the
-    largest, or least."""
+    """Raises AssertionError unless all numbers agree to within tolerance times the largest, or least."""
     found = torch.as_tensor(found)
     expected = torch.as_tensor(expected)
     is_close = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=least)  # False for NaN
@@ -134,14 +133,14 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 # modules ----------------------------------------------------------------------------------------------------
 
 def hand_on_again(context, layer, value):
-    """ForwardContext.hand_on that accepts a second call, because formulas call modules again."""
+    """ForwardContext.hand_on for formulas, which call modules again."""
     context.handed[layer] = value
 
 
 @torch.no_grad()
 @mock.patch.object(flat.ForwardContext, 'hand_on', hand_on_again)
 def check_formulas(config):
-    """Each module, inner modules first, then the whole model. If one fails, look at its forward."""
+    """Each module, inner modules first, then the whole model."""
     model = trainable(dataclasses.replace(config, document_token=None))
     calls = []
     others = set()
@@ -186,7 +185,7 @@ def check_scalings(config):
 
 @torch.no_grad()
 def check_start(config):
-    """The first loss; parameters' groups and initial values, over many models."""
+    """The first loss; groups and initial values of parameters."""
     models = [GPT(config).eval() for _ in range(16)]
     loss, _ = models[0](*random_tokens(config, 2, 4, SHORT))
     require_equal(loss, math.log(config.vocab_size), 'the first loss, about ln(vocab_size),', 0.07)
@@ -204,8 +203,7 @@ SIZES = 'block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', '
 
 
 def check_options(config):
-    """Each field that is not at its default changes shapes or the loss. If one does not, look for a class or
-    table that should read it."""
+    """Each field that is not at its default changes shapes or the loss."""
     def outcome(config):
         torch.manual_seed(0)
         model = randomized(config).train()
@@ -213,7 +211,7 @@ def check_options(config):
         return [w.shape for w in model.state_dict().values()], (loss + weighted(aux)).item()
     found = outcome(config)
     for field in dataclasses.fields(config):
-        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # if other fields need this one
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # other fields may need it
             other = dataclasses.replace(config, **{field.name: field.default})
             same = outcome(other) == found and other != config and field.name not in SIZES
             assert not same, f"{field.name} changes nothing"
@@ -222,15 +220,14 @@ def check_options(config):
 # one path against another -----------------------------------------------------------------------------------
 
 def check_documents(config):
-    """Packed documents against each document in a separate pass. If it fails, look at make_mask, and at
-    document_starts in the mixer."""
+    """Packed documents against separate passes. If it fails, look at make_mask and document_starts."""
     if not all(mixer.documents for mixer in config.mixers):
         return 'not supported by its mixers'
     model = randomized(dataclasses.replace(config, document_token=3))
     plain = randomized(dataclasses.replace(config, document_token=None))
     plain.load_state_dict(model.state_dict())
     idx = random_tokens(config, 1, LONG)
-    starts = 0, 64, 69, 70, 100  # 64: at the end of a block of DeltaNet
+    starts = 0, 64, 69, 70, 100  # 64: DeltaNet's block
     idx[0, starts] = 3
     for grad in True, False:
         with torch.set_grad_enabled(grad):
@@ -241,13 +238,13 @@ def check_documents(config):
 @torch.no_grad()
 def check_cache(config):
     """Chunks, ragged rows, copied rows, static and full caches, and rewinding against one pass. If it fails,
-    look at make_mask and Cache, and at slots and states of the mixer."""
+    look at make_mask, Cache, slots and states."""
     model = randomized(config)
     idx = torch.randint(8, (3, SHORT))  # includes a document_token
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
-        """counts: how many tokens follow in all rows, or a list, how many in each row, padded."""
+        """counts: numbers of new tokens, in all rows or, as a list, in each row."""
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
@@ -262,7 +259,7 @@ def check_cache(config):
     feed(cache, 'rows of other lengths', ([12, 8, 2], 3, [1, 2, 3], 1))
     cache.select([2, 0, 1, 2])
     feed(cache, 'rows copied by select', (1, 2, [3, 4, 1, 12]), (9, 17, 14, 9), (2, 0, 1, 2))
-    with mock.patch.object(torch.compiler, 'is_compiling', lambda: True):  # a path for few queries
+    with mock.patch.object(torch.compiler, 'is_compiling', lambda: True):
         feed(model.make_cache(3, SHORT, static=True), 'in a static cache', (SHORT - 3, 1, 2))
     cache = model.make_cache(3, SHORT, rolling=False)
     feed(cache, 'in a cache that does not roll', (16, 1, 1))
@@ -278,8 +275,8 @@ def weighted(aux):
 
 
 def check_gradients(config):
-    """Gradients of each parameter against finite differences in float64, with steps too small
-    to cross a clamp's kink. If it fails, look for detach, no_grad and changes in place."""
+    """Gradients against finite differences in float64, with steps too small to cross a clamp's kink. If it
+    fails, look for detach, no_grad and changes in place."""
     model = trainable(config).double()
     idx = random_tokens(config, 2, SHORT)
 
@@ -307,8 +304,8 @@ def check_dropout(config):
 
 
 def check_compiling(config):
-    """One graph for two batches. If it fails, look for .item() and for Python numbers that change."""
-    model = trainable(config).bfloat16()  # experts are then one product
+    """One graph for two batches. If it fails, look for .item() and changing Python numbers."""
+    model = trainable(config).bfloat16()  # one product for all experts
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, dynamic=False, backend='eager')
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -318,8 +315,8 @@ def check_compiling(config):
 
 @mock.patch.object(train, 'rounded', torch.Tensor.bfloat16)  # as in torch's Muon
 def check_updates(config):
-    """Two updates with random gradients against torch's optimizers. If it fails, look at update and
-    OPTIMIZERS in train.py, and at the tags of the parameters."""
+    """Two updates with random gradients against torch's optimizers. If it fails, look at update, OPTIMIZERS
+    and tags."""
     machine = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None)
     config = dataclasses.replace(config, balance_bias=False)  # tested in tests/test_train.py
     for kind in OPTIMIZERS:
@@ -355,7 +352,7 @@ def run_check(function, config):
         return True, function(config)
     except AssertionError as error:
         return False, str(error)
-    except Exception as error:  # a changed model.py may raise anything
+    except Exception as error:
         traceback.print_exc()
         return False, f"{error!r:.250}"
 
@@ -367,8 +364,8 @@ if __name__ == '__main__':
     else:
         whole = load(init_from, **settings.model_args)[0].config
     small = tiny_config(whole)
-    torch.set_num_threads(1)  # a second thread is slower at these sizes
-    torch.use_deterministic_algorithms(True)  # as in train.py on a CPU
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
     show('checking a small model of the same kind', {
         name: value for name, value in vars(small).items() if value != getattr(whole, name)})
     failed = []

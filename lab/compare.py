@@ -11,11 +11,11 @@ The first variant is the baseline. A variant is flags for train.py, or a git rev
 The default revision, WORK, is the working tree. The code is copied first, so you may edit it meanwhile. Flags
 of train.py count for all variants. Run check.py before, and read docs/research.md.
 
-out-compare/ has a folder for each run, named by a hash of code, arguments, seed and the data's meta.json.
-Finished runs are used again, so you can stop and continue, also with more seeds or variants. Delete it after
-you change a checkpoint that runs start from, or data without a meta.json.
+Finished runs in out-compare/ are used again, so you can stop and continue, also with more seeds or variants.
+A run's folder is named by a hash of code, arguments, seed and the data's meta.json: delete it if you change a
+checkpoint that the run starts from.
 
-To compare at equal time: --time_limit=5 --decay_lr=False and a large --max_iters.
+At equal time: --time_limit=5 --decay_lr=False and a large --max_iters.
 """
 import os
 import sys
@@ -54,13 +54,13 @@ variants: list | dict | None = None  # additions to the command line, or {name: 
 seeds: int | None = None          # runs per variant; None: 3, with until=decided at most 20 [>= 1]
 seed = 1337                       # first seed
 until = ''                        # decided: seeds are added until each verdict is clear [in ('', 'decided')]
-margin = 0.02                     # until=decided: 'as good' if the loss differs by less than this
+margin = 0.02                     # until=decided: 'as good' if the interval is within this of 0
 match: str | None = None          # sets d_ff for equal parameters [in ('none', 'params', 'active')]
-json: bool | str = False          # True: print the numbers as JSON too; or a file to append to
+json: bool | str = False          # True: print numbers as JSON too; or a file to append to
 OWN = declared(Path(__file__)).keys()
-TRAINS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
+FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
 ARGV = sys.argv[1:] if __name__ == '__main__' else []
-ARGS = [arg for arg in ARGV if arg.partition('=')[0] in TRAINS or arg.endswith('.py')]
+ARGS = [arg for arg in ARGV if arg.partition('=')[0] in FLAGS or arg.endswith('.py')]
 settings = configure(globals(), words=1, argv=[arg for arg in ARGV if arg not in ARGS])
 config = settings.config
 
@@ -82,33 +82,33 @@ class Variant:
     name: str
     code: Path         # folder
     digest: str        # hash of the code, and the data's meta.json
-    args: list         # arguments without seed and out_dir
-    model: GPT | None  # without memory; None for another revision or a checkpoint
+    args: list         # without seed and out_dir
+    model: GPT | None  # without memory, if known
 
     def folder(self, seed):
         """The folder of the run with this seed, named by all that the run depends on."""
         args = [[path.read_text('utf-8') for path in sorted(Path(arg).parent.glob('*.py'))
-                 if path.name == Path(arg).name or path.stem in sys.modules]  # it may import these modules
+                 if path.name == Path(arg).name or path.stem in sys.modules]  # and modules that it imports
                 if is_config(arg) else arg for arg in self.args]
         digest = hashlib.sha256(dumps([self.digest, args, seed]).encode()).hexdigest()
         return f'{RUNS}/{digest[:12]}'
 
 
 def is_config(arg):
-    """Whether the argument is a config file."""
+    """Whether an argument is a config file."""
     return arg.endswith('.py') and not arg.startswith('-')
 
 
 def git(*args, **variables):
-    """The output of a git command. variables: added to the environment."""
+    """The output of a git command. variables: of the environment."""
     return subprocess.check_output(['git', *args], cwd=ROOT, encoding='utf-8', env=os.environ | variables)
 
 
 @functools.cache
 def copy_code(revision, folder):
-    """Copies the Python files of a revision, or of the working tree (WORK), to a new folder. Returns a hash
-    of the files that runs depend on. A commit does not change WORK's hash."""
-    if revision == 'WORK':  # a separate index leaves the user's alone
+    """Copies the Python files of a revision or of WORK to a new folder. Returns a hash of the files that runs
+    depend on. A commit does not change WORK's hash."""
+    if revision == 'WORK':  # includes new files, by a separate index
         git('add', '*.py', GIT_INDEX_FILE=f'{folder}.index')
         revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
     git('archive', f'--output={folder}.zip', revision, '*.py')
@@ -120,7 +120,7 @@ def copy_code(revision, folder):
 
 
 def parse_variant(text):
-    """'HEAD~1: --norm=layernorm' -> ('HEAD~1', ['--norm=layernorm']); the default revision is WORK."""
+    """'HEAD~1: --norm=layernorm' -> ('HEAD~1', ['--norm=layernorm'])"""
     revision, flags = re.fullmatch(r'(?s)\s*(?:([^\s:-][^\s:]*):(?=\s|-|$))?(.*)', text).groups()
     return revision or 'WORK', shlex.split(flags)
 
@@ -135,8 +135,8 @@ def line_settings(args, code):
 
 
 def make_variants(texts, base, place):
-    """texts: name -> additions to base, a command line of train.py. Returns Variants; their code is in folder
-    `place`. Raises ValueError and FileNotFoundError for mistakes that show before any run."""
+    """texts: name -> additions to base, a command line of train.py. Copies code to the folder `place`. Raises
+    ValueError or FileNotFoundError for mistakes that show before any run."""
     variants = []
     for name, text in texts.items():
         revision, flags = parse_variant(text)
@@ -149,7 +149,7 @@ def make_variants(texts, base, place):
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
         settings = line_settings(args, code)
         if is_bare and settings['init_from'] != 'scratch':
-            del args[0]  # the model's fields are those of the checkpoint
+            del args[0]  # the checkpoint has the model's fields
         folder = data_folder(settings['dataset'])
         Bins(folder, 'train')  # raises FileNotFoundError
         model = new_model(args) if revision == 'WORK' else None
@@ -176,7 +176,7 @@ def match_size(variant, target, active):
         variant.model = new_model([*variant.args, f'--{name}={width}'])
         return num_params(variant.model, active) - target
 
-    slope = (excess(was + 64) - excess(was)) / 64 or math.inf  # without MLPs no width matters
+    slope = (excess(was + 64) - excess(was)) / 64 or math.inf  # inf: the width changes nothing
     exact = was - excess(was) / slope
     for width in was, *(n * max(1, round(exact / n)) for n in (64, 8, 2)):
         if abs(excess(width)) <= 0.01 * target:
@@ -192,14 +192,13 @@ def match_size(variant, target, active):
 # runs -------------------------------------------------------------------------------------------------------
 
 def read_facts(folder):
-    """The facts in a run's run.json, or {}."""
+    """A run's run.json, or {}."""
     path = Path(folder, 'run.json')
     return loads(path.read_text('utf-8')) if path.exists() else {}
 
 
 def read_run(folder):
-    """None unless the run has ended: its facts, with the 'rows' of log.csv unless it diverged, which is an
-    'error'."""
+    """The facts of a run that ended, with the 'rows' of log.csv or, if it diverged, an 'error'; or None."""
     facts = read_facts(folder)
     if facts.get('status') in ('done', 'time_limit'):
         log = np.genfromtxt(f'{folder}/log.csv', delimiter=',', names=True, encoding='utf-8')
@@ -208,16 +207,15 @@ def read_run(folder):
 
 
 def run_variant(variant, seed):
-    """Starts or continues a run, which saves its state at Ctrl-C. Returns read_run's dict, or {'error': text}
-    if the run failed."""
+    """Starts or continues a run. Returns read_run's dict, or {'error': text} if the run failed."""
     folder = Path(variant.folder(seed))
     args = [*variant.args, f'--seed={seed}']
     folder.mkdir(parents=True, exist_ok=True)
     printed = folder / 'printed.txt'
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
-        args.append('--init_from=resume')  # config files may define a mixer
+        args.append('--init_from=resume')  # last, because config files may define a mixer
     with open(printed, 'w', encoding='utf-8') as f:
-        process = subprocess.Popen(  # in a session that the terminal's Ctrl-C does not reach
+        process = subprocess.Popen(  # in a session that Ctrl-C does not reach
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -231,9 +229,9 @@ def run_variant(variant, seed):
 
 
 def run_all(variants, seeds, until='', margin=0.0):
-    """Runs what has not ended, seed by seed. Returns variant's name -> read_run's dicts. A variant whose run
-    failed gets no further seed, nor does one whose verdict is clear, if until='decided'. Raises ValueError if
-    a run of the baseline fails."""
+    """Runs what has not ended, seed by seed. Returns variant's name -> read_run's dicts. A variant gets no
+    further seed after a failure or, if until='decided', after a clear verdict. Raises ValueError if a run of
+    the baseline fails."""
     runs = {variant.name: [] for variant in variants}
     remaining = [*variants]
     for seed in seeds:
@@ -255,15 +253,15 @@ def run_all(variants, seeds, until='', margin=0.0):
 
 # judging ----------------------------------------------------------------------------------------------------
 
-# 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom
+# Student's t by degrees of freedom
 T_95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
-OPEN = 'one seed', 'no difference seen'  # verdicts that more seeds may change
+OPEN = 'one seed', 'no difference seen'  # verdicts
 
 
 def lasting(n, alpha):
-    """Half of a confidence interval, in standard deviations of n normal differences, that holds at all n at
-    once: it misses the mean with probability alpha at most, however often you look. From arXiv:2310.03722's t
-    statistic, with effects mixed at a standard deviation of 5."""
+    """Half of a confidence interval for the mean of n normal differences, in standard deviations, that misses
+    with probability at most alpha however often you look: the t statistic of arXiv:2310.03722, with effects
+    mixed at a standard deviation of 5."""
     shrink = 5 ** -2 / (n + 5 ** -2)
     bound = (alpha * shrink ** 0.5) ** (-2 / n)
     ratio = (bound - 1) / (1 - bound * shrink) if bound * shrink < 1 else math.inf  # t^2 / (n - 1)
@@ -289,8 +287,8 @@ def paired_difference(losses, baseline, alpha=None, margin=0.0):
 
 
 def comparison(variants, runs, until, margin):
-    """Rows of the table, dicts, from run_all's runs, without failed variants. Losses on different data are
-    compared as bits per byte. until: intervals hold for all variants and numbers of seeds at once."""
+    """The table's rows, dicts, without failed variants. If the data differ, bits per byte are compared.
+    until: intervals hold for all variants and numbers of seeds at once."""
     finished = [variant for variant in variants if not runs[variant.name][-1]['error']]
     data = {run['data'] for variant in finished for run in runs[variant.name]}
     column = 'val_loss' if len(data) == 1 else 'val_bpb'
@@ -300,7 +298,7 @@ def comparison(variants, runs, until, margin):
         model = variant.model
         of_variant = runs[variant.name]
         losses = [run['rows'][column][-1] for run in of_variant]
-        # without the first row, a warm-up
+        # the first row is a warm-up
         ms = np.concatenate([run['rows']['ms_per_iter'][len(run['rows']) > 1:] for run in of_variant])
         peaks = [run['peak_mb'] for run in of_variant]
         row = {'variant': variant.name, 'column': column, 'losses': losses,
@@ -335,7 +333,7 @@ def print_comparison(rows, until):
               for name in ('tokens', 'peak_mb', 'params', 'cache_bytes_per_token'))]
     column = rows[0]['column']
     print_table('variant', [
-        f'{column} ± sd of seeds', 'difference from baseline, 95% interval', 'verdict', 'seeds',
+        f'{column} ± sd over seeds', 'difference from baseline, 95% interval', 'verdict', 'seeds',
         'median ms/step (10% to 90%)', 'tokens read', 'peak MB', 'parameters', 'cache bytes/token'], table)
     if column == 'val_bpb':
         print("warning: the data differ; bits per byte of different texts are compared")

@@ -19,7 +19,7 @@ import math
 
 from configurator import configure, package
 
-init_from = 'out'    # a folder, file or hub id, as in sample.py
+init_from = 'out'    # as in sample.py
 layer = 0            # layer in the picture
 png = ''             # picture of its attention; '': none
 _, model_args, words = configure(globals(), 'GPTConfig', words=1)[:3]

@@ -4,10 +4,8 @@ loss. Prints the result and draws a picture.
 
     python lab/compare.py scaling --json=sizes.jsonl
     python lab/scaling.py sizes.jsonl --predicted=2         # predicts the loss of the 2 largest models
-    python lab/compare.py tricks_short --json=tricks.jsonl  # has the baseline at half and twice the length
+    python lab/compare.py tricks_short --json=tricks.jsonl
     python lab/scaling.py tricks.jsonl
-
-Each line of a file is one comparison.
 """
 import os
 import sys
@@ -37,8 +35,8 @@ def law_loss(law, n, d):
 
 
 def fit_law(n, d, losses):
-    """The law (E, A, a, B, b) nearest to the losses (runs,): exponents from a grid; E, A and B by least
-    squares, at least 0."""
+    """The law nearest to the losses (runs,): exponents from a grid; E, A and B by least squares, at least
+    0."""
     grid = np.linspace(0.02, 1.2, 60)
     a, b = np.reshape(np.meshgrid(grid, grid), (2, -1, 1))
     terms = np.stack([np.ones((len(a), len(n))), (n / n.mean()) ** -a, (d / d.mean()) ** -b], -1)
@@ -50,7 +48,7 @@ def fit_law(n, d, losses):
 
 def print_law(rows, predicted):
     """Fits the law to rows of compare.py, without the `predicted` largest models, and prints it. Returns
-    points (name, parameters, loss, low, high): the law expects 95% of losses between low and high."""
+    points (name, parameters, loss, low, high), with the law's 95% interval."""
     rows = sorted(rows, key=lambda row: row['inner_params'])
     n, d, losses = np.array([[row['inner_params'], row['tokens'], row['loss']] for row in rows]).T
     k = len(rows) - predicted
@@ -81,7 +79,7 @@ def print_speedups(rows):
     for name, row in by_name.items():
         gains = np.array([0, -1, 1]) * row['half_interval'] - row['difference']
         speedup = 2 ** (gains / np.where(gains < 0, half, -twice))
-        print('{}: the baseline needs {:.2f} [{:.2f}, {:.2f}] of its steps for this loss'.format(
+        print('{}: the baseline needs {:.2f} times its steps [{:.2f}, {:.2f}] for this loss'.format(
             name, *speedup))
         points.append((name, row['inner_params'], *speedup))
     return points
@@ -92,7 +90,7 @@ if __name__ == '__main__':
         comparisons = [json.loads(line)['rows'] for line in lines]
     if LENGTHS[0] in [row['variant'] for row in comparisons[0]]:
         points = sum(map(print_speedups, comparisons), [])
-        ylabel = 'steps of the baseline for the same loss, relative'
+        ylabel = 'steps of the baseline for the same loss, as a multiple'
     else:
         points = print_law(sum(comparisons, []), predicted)
         ylabel = 'loss'

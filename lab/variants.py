@@ -1,11 +1,12 @@
-# Lists for `python lab/compare.py NAME`: what is varied, and around which run. Flags on the command line come
-# after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 idle CPU
-# cores; `classic`, `tricks`, `tricks_short`, `first_run`, `scaling`, `few_data`, `transfer_adamw` and
-# `transfer_muon` take an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic`
-# `python prepare.py shakespeare --tokenizer=char`, for `few_data` the first 200,000 bytes of Shakespeare,
-# in a file few.txt: `python prepare.py few.txt --tokenizer=char`; for `hybrids`, `mtp`, `tricks`,
-# `tricks_short`, `first_run`, `scaling` and the two of `transfer` `python prepare.py`. match: sizes are made
-# equal. lab/scaling.py reads the numbers of `scaling` and `tricks_short`.
+# Lists for `python lab/compare.py NAME`. Flags on the command line follow a list's flags, and a config file
+# there replaces its base. A list needs less than 20 minutes on 2 idle CPU cores, but an hour or more if it is
+# classic, tricks, tricks_short, first_run, scaling, few_data, transfer_adamw or transfer_muon.
+# Data: `python prepare.py --tokenizer=byte`, except:
+#   classic                                    python prepare.py shakespeare --tokenizer=char
+#   few_data                                   python prepare.py few.txt --tokenizer=char
+#                                              (few.txt: the first 200,000 bytes of Shakespeare)
+#   hybrids, mtp, tricks, tricks_short, first_run, scaling, transfer_adamw, transfer_muon
+#                                              python prepare.py
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'

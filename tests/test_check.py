@@ -23,20 +23,10 @@ def select_but_states(select):
     return forgetful
 
 
-def counting(forward):
-    def count(self, x, context):
-        self.calls = getattr(self, 'calls', 0) + 1
-        return forward(self, x, context) + 0 * self.calls
-    return count
-
-
 MISTAKES = [
     # mistake, the model's options, place, correct -> wrong, check, message
     ('a mask sees one token ahead', {}, flat, 'visible', lambda f: lambda q, k, *first: f(q + 1, k, *first),
      check.check_formulas, r'h\.0\.attn: .*, first at \[0, 0, 0\]'),
-    ("YaRN's turns the other way round", dict(rope_scaling=YARN), flat.ROPE_SCALINGS, 'yarn',
-     lambda f: lambda *args, **rest: f(*args, **rest, beta_fast=1, beta_slow=32),
-     check.check_scalings, 'yarn: frequencies'),
     ('an option that is lost', dict(attn_softcap=3.0), flat, 'eager_attention',
      lambda f: lambda *args: f(*args[:6], 0.0, *args[7:]), check.check_options,
      'attn_softcap changes nothing'),
@@ -54,8 +44,6 @@ MISTAKES = [
      lambda f: lambda *args: 0 * f(*args), check.check_documents, r'first at \[0, 64, 0\]'),
     ('select that forgets states', HYBRID, flat.Cache, 'select', select_but_states,
      check.check_cache, 'copied by select'),
-    ('a block that counts its calls', {}, flat.Block, 'forward', counting,
-     check.check_compiling, 'Recompile|calls'),
 ]
 
 

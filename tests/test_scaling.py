@@ -44,5 +44,5 @@ def test_a_picture(folder, capsys):
     lines = [json.dumps({'rows': rows(shift)}) for shift in (0, 1)]
     Path('sizes.jsonl').write_text('\n'.join(lines), encoding='utf-8')
     run('lab/scaling.py', 'sizes.jsonl', '--png=a.png')
-    assert capsys.readouterr().out.count('c: the baseline needs 1.41 [1.41, 1.41] of its steps') == 2
+    assert capsys.readouterr().out.count('c: the baseline needs 1.41 times its steps [1.41, 1.41]') == 2
     assert Path('a.png').read_bytes().startswith(b'\x89PNG')
