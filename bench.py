@@ -39,7 +39,7 @@ from configurator import (
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-dataset = ''                      # a new model's vocabulary; eval: its val.bin, '': the run's own
+dataset = ''                      # sets a new model's vocabulary; eval: data to evaluate, '': the run's
 json: bool | str = False          # True: print the numbers as JSON too; or a file to append to
 device = 'auto'                   # as in train.py: cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
@@ -61,7 +61,7 @@ max_new_tokens = 200              # tokens generated [>= 1]
 # decode and eval [if command in ('decode', 'eval')]
 quantize = ''                     # int8, as in sample.py [in ('', 'int8')]
 # eval [if command == 'eval']
-lengths: list | None = None       # contexts, as multiples of the trained one
+lengths: list | None = None       # contexts to evaluate, as multiples of the trained one
 # params [if command == 'params']
 contexts: list | None = None      # lengths of prompts, in tokens
 settings = configure(globals(), 'GPTConfig', words=1 + ('eval' in sys.argv), default_file='config/default.py')
@@ -113,13 +113,13 @@ def timed(calls, steps, counts=(1,)):
 
 
 def take_turns(sides, rounds):
-    """sides: name -> function that returns seconds. Returns name -> (rounds, ...) seconds, alternating."""
+    """Calls sides, name -> function that returns seconds, in turns. Returns name -> (rounds, ...) seconds."""
     turns = [{name: side() for name, side in sides.items()} for _ in range(1 + rounds)]
-    return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # the first warms up
+    return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # the first is a warm-up
 
 
 def print_table(title, heads, rows):
-    """rows: name -> texts, one for each of heads."""
+    """rows: name -> texts, one text per head."""
     rows = {title: heads} | rows
     name_width = max(map(len, rows))
     widths = [max(map(len, column)) for column in zip(*rows.values())]
@@ -190,7 +190,7 @@ def cache_per_token(model, dtype):
 
 
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
-    """named_model, in the compute dtype unless it is to train, and its runtime."""
+    """The settings' model and its runtime. A model that is not to be trained has the compute dtype."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     model = named_model(config, model_args, machine.device, torch.float32 if to_train else machine.dtype)
     model.to(machine.device)
@@ -221,7 +221,7 @@ def load_other(vs, model):
 
 @contextlib.contextmanager
 def precision_of_others(device):
-    """torch's default for float32 matmuls on CPUs, TF32 elsewhere, as in nanoGPT."""
+    """Uses torch's default precision of float32 matmuls on CPUs, and TF32 elsewhere, as nanoGPT does."""
     ours = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
     yield
@@ -267,7 +267,7 @@ def by_module(model):
 
 
 def print_counts(title, heads, counts, texts):
-    """Prints a row for each name: texts, if any, and counts with their share of the sum. Returns the sums."""
+    """Prints a row for each name: its texts, and its counts with shares of the sum. Returns the sums."""
     def total(pattern):
         return [sum(column) for column in zip(*(
             numbers for name, numbers in counts.items() if re.search(pattern, name)))]
@@ -288,7 +288,7 @@ def print_parameters(model, title, params, mixer=None):
     length = model.config.block_size
     for full_name, w in params:
         init, group, fused = model.tags[full_name]
-        how = [getattr(init, 'func', init).__name__]  # of functools.partial
+        how = [getattr(init, 'func', init).__name__]  # init may be a functools.partial
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
         n, _, flops = cost(model, full_name, w)
         forward = flops // (3 if w.requires_grad else 2)
@@ -328,7 +328,7 @@ def print_contexts(model, lengths, flops, dtype):
 # how fast ---------------------------------------------------------------------------------------------------
 
 def our_step(model, forward, batch, machine, config):
-    """train.py's step as two functions: a micro-batch's gradients, and an update."""
+    """Two functions that do what train.py does: compute a micro-batch's gradients, and update."""
     run = train.Run(model, train.config | config, machine)
     run.forward = forward
     load = None
@@ -343,7 +343,7 @@ def our_step(model, forward, batch, machine, config):
 
 
 def other_step(other, batch, machine):
-    """The same for transformers, or nanoGPT as in its train.py."""
+    """The same for transformers, or for nanoGPT, as its train.py does it."""
     x, y = batch
     params = list(other.parameters())
     is_nanogpt = hasattr(other, 'configure_optimizers')
@@ -383,7 +383,7 @@ def measure_train(config, model_args):
     for name, other in load_other(config['vs'], model).items():
         steps[name] = other_step(other.train(), batch, machine)
     accumulation = config['gradient_accumulation_steps']
-    # all micro-batches after the first add to its gradients: one is timed
+    # all micro-batches after the first add to its gradients, so one of them is timed
     counts = [1, accumulation - 1][:accumulation]
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
@@ -410,7 +410,7 @@ def time_other(model, prompts, new):
         stamps.append(time.perf_counter())
     hook = model.register_forward_hook(clock)
     with precision_of_others(str(idx.device)):
-        if hasattr(model, 'configure_optimizers'):  # without a cache: some steps at half the length
+        if hasattr(model, 'configure_optimizers'):  # it has no cache: time some steps at half the length
             count = max(8, new // 10)
             model.generate(F.pad(idx, (0, (new - count) // 2)), count, top_k=200)
         else:
@@ -452,7 +452,7 @@ def measure_decode(config, model_args):
     length = min(model.config.block_size, config['prompt_len'] + new // 2)
     read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
             + batch_size * cache_bytes(model, length, machine.dtype))
-    # 4 GB on CUDA, otherwise 256 MB
+    # 4 GB on CUDA, where less is too quick to time
     large = torch.ones(2**30 if 'cuda' in machine.device else 2**26, device=machine.device)
     bandwidth = large.nbytes / timed([large.sum], 40)().min()
     share = read * 1e3 / numbers['ms'] / bandwidth
@@ -474,7 +474,7 @@ def measure_eval(config, model_args, path=None):
         model, *_ = load(asked=model_args | {'block_size': base * max(lengths)})
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
-    if config['quantize']:  # float16 has a float32 residual stream
+    if config['quantize']:  # with float16 the residual stream is float32
         from zoo.weights import quantize_weights
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")
@@ -492,8 +492,8 @@ def measure_eval(config, model_args, path=None):
 
 
 def prepared_tokens(folder, tokenizer, path):
-    """Documents (inputs, targets), each (2, tokens), of a prepared folder's val, where -1 masks a target; and
-    the targets' bytes, None without a tokenizer. Raises ValueError if the folder has another tokenizer."""
+    """Reads a prepared folder's val. Returns documents (inputs, targets), each (2, tokens), with -1 for
+    masked targets, and the targets' bytes if there is a tokenizer. Raises ValueError if tokenizers differ."""
     bins = Bins(folder, 'val')
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than that of {path}: prepare it with "
@@ -523,8 +523,8 @@ def text_tokens(path, tokenizer):
 
 @torch.no_grad()
 def sums_by_position(model, rows, machine, batch_size):
-    """rows: (inputs, targets) of at most T tokens. Returns sums of losses in nats and numbers of targets,
-    by position: (2, T)."""
+    """rows: (inputs, targets) of at most T tokens. Returns, for each position, the sum of losses in nats and
+    the number of targets: (2, T)."""
     lengths = torch.tensor([row.shape[1] for row in rows])
     longest = int(lengths.max())
     at_once = 2**29 if 'cuda' in machine.device else 2**26
@@ -543,8 +543,8 @@ def sums_by_position(model, rows, machine, batch_size):
 
 def evaluate_text(name, documents, n_bytes, base, lengths, sums):
     """Prints and returns loss, perplexity, loss by position and bits per byte of documents (inputs, targets).
-    sums: sums_by_position of a model. Without lengths, rows of base tokens have each target once. At several
-    lengths, multiples of base, the last base tokens of each row count: the same targets every time."""
+    sums: sums_by_position of a model. Rows have base tokens. lengths: multiples of base; the last base tokens
+    of each row count, so that the targets are the same at every length."""
     by_length = {}
     longest = base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):

@@ -133,14 +133,14 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 # modules ----------------------------------------------------------------------------------------------------
 
 def hand_on_again(context, layer, value):
-    """ForwardContext.hand_on for formulas, which call modules again."""
+    """Replaces ForwardContext.hand_on, because formulas call modules again."""
     context.handed[layer] = value
 
 
 @torch.no_grad()
 @mock.patch.object(flat.ForwardContext, 'hand_on', hand_on_again)
 def check_formulas(config):
-    """Each module, inner modules first, then the whole model."""
+    """Compares each module with its formula, inner modules first, then the whole model."""
     model = trainable(dataclasses.replace(config, document_token=None))
     calls = []
     others = set()
@@ -176,7 +176,7 @@ def check_formulas(config):
 
 
 def check_scalings(config):
-    """Rotary scalings, by worked examples of the papers."""
+    """Compares rotary scalings with worked examples of the papers."""
     for name, length, options, *expected in EXAMPLES:
         found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
         for y, value in zip(found, expected):
@@ -185,7 +185,7 @@ def check_scalings(config):
 
 @torch.no_grad()
 def check_start(config):
-    """The first loss; groups and initial values of parameters."""
+    """Checks the first loss, and the groups and initial values of parameters."""
     models = [GPT(config).eval() for _ in range(16)]
     loss, _ = models[0](*random_tokens(config, 2, 4, SHORT))
     require_equal(loss, math.log(config.vocab_size), 'the first loss, about ln(vocab_size),', 0.07)
@@ -203,7 +203,7 @@ SIZES = 'block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', '
 
 
 def check_options(config):
-    """Each field that is not at its default changes shapes or the loss."""
+    """Checks that each field that is not at its default changes shapes or the loss."""
     def outcome(config):
         torch.manual_seed(0)
         model = randomized(config).train()
@@ -211,7 +211,7 @@ def check_options(config):
         return [w.shape for w in model.state_dict().values()], (loss + weighted(aux)).item()
     found = outcome(config)
     for field in dataclasses.fields(config):
-        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # other fields may need it
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # another field needs it
             other = dataclasses.replace(config, **{field.name: field.default})
             same = outcome(other) == found and other != config and field.name not in SIZES
             assert not same, f"{field.name} changes nothing"
@@ -220,14 +220,14 @@ def check_options(config):
 # one path against another -----------------------------------------------------------------------------------
 
 def check_documents(config):
-    """Packed documents against separate passes. If it fails, look at make_mask and document_starts."""
+    """Compares packed documents with separate ones. If it fails, look at make_mask and document_starts."""
     if not all(mixer.documents for mixer in config.mixers):
         return 'not supported by its mixers'
     model = randomized(dataclasses.replace(config, document_token=3))
     plain = randomized(dataclasses.replace(config, document_token=None))
     plain.load_state_dict(model.state_dict())
     idx = random_tokens(config, 1, LONG)
-    starts = 0, 64, 69, 70, 100  # 64: DeltaNet's block
+    starts = 0, 64, 69, 70, 100  # 64 is a block of DeltaNet
     idx[0, starts] = 3
     for grad in True, False:
         with torch.set_grad_enabled(grad):
@@ -237,14 +237,14 @@ def check_documents(config):
 
 @torch.no_grad()
 def check_cache(config):
-    """Chunks, ragged rows, copied rows, static and full caches, and rewinding against one pass. If it fails,
-    look at make_mask, Cache, slots and states."""
+    """Compares one pass with chunks, ragged rows, copied rows, static and full caches, and rewinding. If it
+    fails, look at make_mask, Cache, slots and states."""
     model = randomized(config)
     idx = torch.randint(8, (3, SHORT))  # includes a document_token
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
-        """counts: numbers of new tokens, in all rows or, as a list, in each row."""
+        """Appends counts of tokens. A list has a count for each row."""
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
@@ -275,8 +275,8 @@ def weighted(aux):
 
 
 def check_gradients(config):
-    """Gradients against finite differences in float64, with steps too small to cross a clamp's kink. If it
-    fails, look for detach, no_grad and changes in place."""
+    """Compares gradients with finite differences in float64, whose steps are too small to cross a clamp's
+    kink. If it fails, look for detach, no_grad and changes in place."""
     model = trainable(config).double()
     idx = random_tokens(config, 2, SHORT)
 
@@ -284,7 +284,7 @@ def check_gradients(config):
         loss, aux = functional_call(model, {name: w}, (idx, idx.roll(-1, 1)))
         return loss + weighted(aux)
     with mock.patch.object(torch.Tensor, 'float', torch.Tensor.double):
-        for name, w in reversed([*model.named_parameters()]):  # the last wrong one is near the cause
+        for name, w in reversed([*model.named_parameters()]):  # so the first failure is next to the mistake
             is_right = any(gradcheck(functools.partial(objective, name), w, eps=step, atol=1e-8, rtol=1e-4,
                                      fast_mode=True, raise_exception=False) for step in (1e-7, 1e-6))
             assert is_right, f"the gradient of {name} is wrong, those of later parameters are right"
@@ -292,7 +292,7 @@ def check_gradients(config):
 
 
 def check_dropout(config):
-    """Dropout on the embedding, the attention weights and all branches, in training only."""
+    """Checks dropout on the embedding, the attention weights and all branches, in training only."""
     for p in config.dropout, 0.0:
         model = randomized(config).train(p > 0)
         with mock.patch.object(F, 'dropout', wraps=F.dropout) as dropout:
@@ -304,7 +304,7 @@ def check_dropout(config):
 
 
 def check_compiling(config):
-    """One graph for two batches. If it fails, look for .item() and changing Python numbers."""
+    """Compiles one graph for two batches. If it fails, look for .item() and changing Python numbers."""
     model = trainable(config).bfloat16()  # one product for all experts
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, dynamic=False, backend='eager')
@@ -315,8 +315,8 @@ def check_compiling(config):
 
 @mock.patch.object(train, 'rounded', torch.Tensor.bfloat16)  # as in torch's Muon
 def check_updates(config):
-    """Two updates with random gradients against torch's optimizers. If it fails, look at update, OPTIMIZERS
-    and tags."""
+    """Compares two updates by random gradients with torch's optimizers. If it fails, look at update,
+    OPTIMIZERS and tags."""
     machine = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None)
     config = dataclasses.replace(config, balance_bias=False)  # tested in tests/test_train.py
     for kind in OPTIMIZERS:
@@ -346,7 +346,7 @@ CHECKS = (check_formulas, check_scalings, check_start, check_options, check_docu
 
 
 def run_check(function, config):
-    """(whether it passes, a remark or None)."""
+    """Returns whether the check passes, and a remark or None."""
     torch.manual_seed(0)
     try:
         return True, function(config)

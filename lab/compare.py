@@ -54,8 +54,8 @@ variants: list | dict | None = None  # additions to the command line, or {name: 
 seeds: int | None = None          # runs per variant; None: 3, with until=decided at most 20 [>= 1]
 seed = 1337                       # first seed
 until = ''                        # decided: seeds are added until each verdict is clear [in ('', 'decided')]
-margin = 0.02                     # until=decided: 'as good' if the interval is within this of 0
-match: str | None = None          # sets d_ff for equal parameters [in ('none', 'params', 'active')]
+margin = 0.02                     # until=decided: 'as good' if the interval is within ± margin
+match: str | None = None          # sets d_ff so that parameters are equal [in ('none', 'params', 'active')]
 json: bool | str = False          # True: print numbers as JSON too; or a file to append to
 OWN = declared(Path(__file__)).keys()
 FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
@@ -81,7 +81,7 @@ class Variant:
     """Code and arguments of train.py."""
     name: str
     code: Path         # folder
-    digest: str        # hash of the code, and the data's meta.json
+    digest: str        # hash of the code, then the data's meta.json
     args: list         # without seed and out_dir
     model: GPT | None  # without memory, if known
 
@@ -100,15 +100,15 @@ def is_config(arg):
 
 
 def git(*args, **variables):
-    """The output of a git command. variables: of the environment."""
+    """The output of a git command. variables: added to the environment."""
     return subprocess.check_output(['git', *args], cwd=ROOT, encoding='utf-8', env=os.environ | variables)
 
 
 @functools.cache
 def copy_code(revision, folder):
     """Copies the Python files of a revision or of WORK to a new folder. Returns a hash of the files that runs
-    depend on. A commit does not change WORK's hash."""
-    if revision == 'WORK':  # includes new files, by a separate index
+    depend on. Committing WORK does not change its hash."""
+    if revision == 'WORK':  # a separate index includes new files
         git('add', '*.py', GIT_INDEX_FILE=f'{folder}.index')
         revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
     git('archive', f'--output={folder}.zip', revision, '*.py')
@@ -135,8 +135,8 @@ def line_settings(args, code):
 
 
 def make_variants(texts, base, place):
-    """texts: name -> additions to base, a command line of train.py. Copies code to the folder `place`. Raises
-    ValueError or FileNotFoundError for mistakes that show before any run."""
+    """Makes Variants of texts: name -> additions to base, a command line of train.py. Copies their code to
+    the folder `place`. Raises ValueError or FileNotFoundError for mistakes that show before any run."""
     variants = []
     for name, text in texts.items():
         revision, flags = parse_variant(text)
@@ -253,15 +253,15 @@ def run_all(variants, seeds, until='', margin=0.0):
 
 # judging ----------------------------------------------------------------------------------------------------
 
-# Student's t by degrees of freedom
+# 95% of Student's t is within ± these values, for 1, 2, ... degrees of freedom
 T_95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
-OPEN = 'one seed', 'no difference seen'  # verdicts
+OPEN = 'one seed', 'no difference seen'  # verdicts that more seeds may change
 
 
 def lasting(n, alpha):
-    """Half of a confidence interval for the mean of n normal differences, in standard deviations, that misses
-    with probability at most alpha however often you look: the t statistic of arXiv:2310.03722, with effects
-    mixed at a standard deviation of 5."""
+    """Half of a confidence interval for the mean of n normal differences, in standard deviations. It misses
+    the mean with probability at most alpha, even if you look after each n: the t statistic of
+    arXiv:2310.03722, with effects mixed at a standard deviation of 5."""
     shrink = 5 ** -2 / (n + 5 ** -2)
     bound = (alpha * shrink ** 0.5) ** (-2 / n)
     ratio = (bound - 1) / (1 - bound * shrink) if bound * shrink < 1 else math.inf  # t^2 / (n - 1)
@@ -269,8 +269,8 @@ def lasting(n, alpha):
 
 
 def paired_difference(losses, baseline, alpha=None, margin=0.0):
-    """Mean of the differences in loss, seed by seed; half of its 95% confidence interval, or None; and the
-    verdict. alpha: the interval is `lasting`, and 'as good' is a verdict too."""
+    """The mean difference of losses with the same seed, half of its 95% confidence interval or None, and the
+    verdict. If alpha is given, the interval is `lasting`, and 'as good' is a verdict too."""
     differences = np.subtract(losses, baseline[:len(losses)])
     n = len(differences)
     mean = differences.mean()

@@ -35,8 +35,8 @@ def law_loss(law, n, d):
 
 
 def fit_law(n, d, losses):
-    """The law nearest to the losses (runs,): exponents from a grid; E, A and B by least squares, at least
-    0."""
+    """The law nearest to the losses (runs,). The exponents come from a grid; E, A and B are least squares, at
+    least 0."""
     grid = np.linspace(0.02, 1.2, 60)
     a, b = np.reshape(np.meshgrid(grid, grid), (2, -1, 1))
     terms = np.stack([np.ones((len(a), len(n))), (n / n.mean()) ** -a, (d / d.mean()) ** -b], -1)
@@ -70,9 +70,9 @@ def print_law(rows, predicted):
 
 
 def print_speedups(rows):
-    """Prints how much longer the baseline, the first row, must train for each variant's loss, from two seeds.
-    Assumes that the baseline's loss is linear in the logarithm of its length; the interval ignores the error
-    of that line. Returns points (name, parameters, factor, low, high)."""
+    """Prints how much longer the baseline, the first row, must train for each variant's loss. Assumes that
+    the baseline's loss is linear in the logarithm of its length, without error. Needs two seeds. Returns
+    points (name, parameters, factor, low, high)."""
     by_name = {row['variant']: row for row in rows[1:]}
     half, twice = (by_name.pop(name)['difference'] for name in LENGTHS)
     points = []
