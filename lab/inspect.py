@@ -7,7 +7,8 @@ Prints what happens inside a trained model when it reads a text.
 
 For each head: the entropy of its attention, the mean distance that it looks back, and its weights on the
 token itself and on the first token. For each layer: the root mean square (RMS) of the residual stream and of
-its gradient. For each rotary pair: its wavelength.
+its gradient. For each rotary pair: its wavelength without and with rope_scaling. For three lengths: the
+size of the attention scores, which fused kernels never store.
 """
 import os
 import sys
@@ -74,6 +75,7 @@ def draw(weights, labels):
 if __name__ == '__main__':
     model, tokenizer, _ = load(init_from, dtype=torch.float32, **model_args)
     ids = tokenizer.encode(*words or ['The cat sat on the mat.'])
+    length = model.config.block_size
     weights, sizes = look_inside(model, torch.tensor([ids]))
     print_table('layer.head', ['entropy, nats', 'distance, tokens', 'on itself', 'on first token'], {
         f'{i}.{head}': [f'{n:.3f}' for n in row]
@@ -81,7 +83,10 @@ if __name__ == '__main__':
     print_table('after layer', ['RMS of activations', 'RMS of gradients'], {
         f'{i}': [f'{n:.3g}' for n in row] for i, row in enumerate(sizes)})
     for kind in filter(None, dict.fromkeys(mixer.rope_kind for mixer in model.mixers)):
-        print_table(f'rotary pair (base {kind[0]:g})', ['wavelength, tokens'], {
-            f'{i}': [f'{n:,.1f}'] for i, n in enumerate(wavelengths(kind, model.config.block_size))})
+        both = zip(wavelengths((*kind[:2], ()), length), wavelengths(kind, length))
+        print_table(f'rotary pair (base {kind[0]:g})', ['wavelength, tokens', 'with rope_scaling'], {
+            f'{i}': [f'{n:,.1f}' for n in pair] for i, pair in enumerate(both)})
+    print_table('tokens', ['MB of scores per layer and sequence'], {
+        f'{n:,}': [f'{model.config.n_head * n**2 * 4 / 1e6:,.1f}'] for n in (length, 4 * length, 16 * length)})
     if png:
         draw(weights[layer], [repr(tokenizer.decode([i])) for i in ids[:-1]])
