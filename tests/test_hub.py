@@ -131,7 +131,7 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'mixtral': [dict(num_local_experts=5, num_experts_per_tok=3)],
     'qwen2': [dict(TIED, use_sliding_window=True, max_window_layers=1)],
     'qwen3': [dict(TIED, attention_bias=True, use_sliding_window=True, max_window_layers=2)],
-    'qwen3_moe': [dict(norm_topk_prob=True, mlp_only_layers=[1]), dict(decoder_sparse_step=2)],
+    'qwen3_moe': [dict(norm_topk_prob=True, mlp_only_layers=[1])],
     'deepseek_v2': [
         dict(LATENT, q_lora_rank=None, topk_method='greedy'),
         dict(LATENT, n_group=2, topk_group=1, topk_method='group_limited_greedy', routed_scaling_factor=2.0,

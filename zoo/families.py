@@ -1,6 +1,6 @@
 """
-The published families of models: how transformers writes each one's config.json and names its tensors.
-`python zoo/hub.py families` prints them. A new family is an entry of FAMILIES: see Family.
+The published model families: how transformers writes each family's config.json and names its tensors.
+`python zoo/hub.py families` prints them. To add a family, add an entry to FAMILIES: see Family.
 """
 import collections
 import fnmatch
@@ -19,42 +19,42 @@ from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
 class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
-    To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
-    laid out otherwise, an entry of `rows` (`ordered` makes the usual ones) or `layouts`; for fields that no
-    name carries over, a Rule (`converted`, `worded`, `listed` and `every` make the usual ones). A name may be
-    a function of the config; 'D.attn.c_attn' is only for the layers of mixer D. Whatever a table omits is
-    refused by name.
-    tests/test_hub.py compares each with transformers, in and out; VARIANTS there has its options.
+    To add a family, start from the nearest one (`like`) and give the names of fields and tensors that differ.
+    A field that needs more than a name needs a Rule; `converted`, `worded`, `listed` and `every` make the
+    usual ones. A tensor that is stored differently needs an entry in `rows` (see `ordered`) or `layouts`.
+    A tensor's name may be a function of the config; 'D.attn.c_attn' applies only to layers of mixer D.
+    A config.json with a field that no table mentions raises an error that names the field.
+    tests/test_hub.py compares each family with transformers; its options are in VARIANTS there.
     """
     arch: str                   # the class in transformers
-    fields: dict                # GPTConfig's field: theirs; of several, the first that is given
-    ours: dict                  # GPTConfig's fields that are fixed, unless a field above is given
-    names: dict                 # our module or tensor: theirs; several split its rows, in order
-    layer: str                  # what precedes the names inside block N, or a function (config, N, our name)
-    #                             of it; an expert's number is E
-    theirs: dict = {}           # their fields that must have this value if given
-    defaults: dict = {}         # values of their fields that are not given
-    rules: tuple = ()           # of Rule
-    rows: dict = {}             # our module or tensor, if they order its rows otherwise: a function (config,
-    #                             the rows of each fused projection) -> our rows in each of their tensors
+    fields: dict                # GPTConfig's field: config.json's; of several names, the first one given
+    fixed: dict                 # values of GPTConfig's fields if config.json does not give them
+    names: dict                 # our module or tensor: transformers'; several names split its rows in order
+    layer: str                  # prefix of the names inside block N; may be a function (config, N, our name).
+    #                             In names, E is the number of an expert
+    required: dict = {}         # the only supported values of config.json's fields
+    defaults: dict = {}         # values of config.json's fields that are not given
+    rules: tuple = ()           # Rules
+    rows: dict = {}             # our module or tensor, if its rows are stored in another order: a function
+    #                             (config, row numbers of each fused projection) -> our rows in each tensor
     layouts: dict = {}          # our tensor: Layout
-    harmless: str = ''          # patterns of their fields that change nothing
-    layers: str = 'L'           # letters of LAYER_TYPES, repeated; if several, config.json's layer_types may
-    #                             say in which order, else transformers ignores these
-    exports: bool = True        # False: it can only be read
+    harmless: str = ''          # patterns of config.json's fields that change nothing
+    layers: str = 'L'           # letters of LAYER_TYPES, repeated; config.json's layer_types may give another
+    #                             order if there are several
+    exports: bool = True        # False: this family can only be read
 
 
 class Rule(typing.NamedTuple):
-    """Fields of config.json that no name carries over."""
-    theirs: dict                # the fields: their values if not given
-    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields so far): sets the rest
-    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far): sets the rest
+    """Fields of config.json that need more than a name."""
+    defaults: dict              # the fields: their values if not given
+    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields so far): sets the latter
+    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far): sets the latter
 
 
 class Layout(typing.NamedTuple):
     """How a tensor is converted."""
-    read: typing.Callable       # theirs -> ours
-    write: typing.Callable      # ours -> theirs
+    read: typing.Callable       # transformers' tensor -> ours
+    write: typing.Callable      # ours -> transformers'
 
 
 def like(base, arch=None, **changes):
@@ -67,17 +67,17 @@ def like(base, arch=None, **changes):
 
 
 def same(names):
-    """Fields that both name alike."""
+    """Fields with the same name in GPTConfig and config.json."""
     return {name: name for name in names.split()}
 
 
-def renamed(family, theirs, new):
-    """The family's names, with `new` in the place of the pattern `theirs`."""
-    return {ours: re.sub(theirs, new, name) for ours, name in family.names.items() if isinstance(name, str)}
+def renamed(family, pattern, new):
+    """The family's names, with `new` instead of the pattern."""
+    return {ours: re.sub(pattern, new, name) for ours, name in family.names.items() if isinstance(name, str)}
 
 
 def refuse(c, **fields):
-    """Raises ValueError that names these fields of a config.json, if any."""
+    """Raises ValueError that names these fields of a config.json, if there are any."""
     if fields:
         given = ', '.join(f"{name}={value!r:.80}" for name, value in fields.items())
         raise ValueError(f"{c['model_type']} with {given} is unsupported")
@@ -94,43 +94,43 @@ CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels,
 
 
 def shares(groups, *parts):
-    """The rows of `groups` groups, each of which holds its share of each part, (n,) of our rows."""
+    """Row numbers, (n,) per part -> the first share of each part, the second share of each part, ..."""
     return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
 
 
 def interleaved(rows):
-    """(..., n), two halves -> pairs with one of each."""
+    """(..., n): two halves -> pairs with one row of each half."""
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
 def heads_interleaved(rows, width, begin, end):
-    """Rows begin to end of each head, which has `width`, are interleaved: those that rotate."""
+    """Interleaves rows begin to end, which rotate, of each head of this width."""
     heads = rows.view(-1, width).clone()
     heads[:, begin:end] = interleaved(heads[:, begin:end])
     return heads.flatten()
 
 
-def rows_interleaved(config, q, k, *rest):
+def rows_interleaved(config, q, k, *others):
     """The first rows of each query's and key's head rotate."""
-    return [*(heads_interleaved(rows, config.head_dim, 0, config.rope_dim) for rows in (q, k)), *rest]
+    return [*(heads_interleaved(rows, config.head_dim, 0, config.rope_dim) for rows in (q, k)), *others]
 
 
 def rows_swapped(config, q, k, v):
-    """The halves of each query's and key's head change places: they turn the other way."""
+    """Swaps the halves of each query's and key's head, because nanochat rotates in the other direction."""
     return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
 
 
-def ordered(ours, *theirs, groups=None):
-    """The function of rows of tensors that order our parts otherwise. ours: a letter for each part; theirs:
-    the letters of each tensor; groups: the field that counts the groups that have a share of each part."""
+def ordered(ours, *stored, groups=None):
+    """A function for `rows`. ours: one letter per projection; stored: the letters in each stored tensor;
+    groups: the field that counts the groups, each of which has its share of every projection."""
     def rows(config, *parts):
         named = dict(zip(ours, parts))
-        return [shares(getattr(config, groups) if groups else 1, *map(named.get, one)) for one in theirs]
+        return [shares(getattr(config, groups) if groups else 1, *map(named.get, one)) for one in stored]
     return rows
 
 
 def rows_codegen(config, *qkv):
-    """For each fourth of the heads the queries, the values, the keys."""
+    """Queries, values, keys of each quarter of the heads."""
     q, k, v = rows_interleaved(config, *qkv)
     return [shares(4, q, v, k)]
 
@@ -142,14 +142,14 @@ def rows_latent_query(config, query):
 
 
 def rows_latent_in(config, query, latent, key):
-    """The query, compressed or not; the latent with the rotary key."""
+    """The query, which may be compressed; the latent together with the rotary key."""
     if config.q_lora_rank is None:
         query, = rows_latent_query(config, query)
     return [query, torch.cat((latent, interleaved(key)))]
 
 
 def rows_convolution(config, rows):
-    """The channels of queries, of keys and of values, a tensor each."""
+    """One tensor each for the channels of queries, keys and values."""
     keys = config.linear_n_key_head * config.linear_key_head_dim
     return rows.tensor_split([keys, 2 * keys])
 
@@ -160,11 +160,11 @@ def rows_mamba_convolution(config, rows):
     return [torch.cat((x, b, c))]
 
 
-# fields of config.json that no name carries over ------------------------------------------------------------
+# fields of config.json that need more than a name -----------------------------------------------------------
 
 def converted(ours, theirs, read, write, default=None):
-    """The Rule of a field whose values differ. read: (theirs, GPTConfig's fields so far) -> ours; write:
-    GPTConfig -> theirs."""
+    """The Rule of a field with another unit. read: (config.json's value, GPTConfig's fields so far) -> ours;
+    write: GPTConfig -> config.json's value."""
     def read_value(c, args):
         if c[theirs] is not None:
             args[ours] = read(c[theirs], args)
@@ -172,49 +172,45 @@ def converted(ours, theirs, read, write, default=None):
 
 
 def shared_width(theirs):
-    """The Rule of the width of all shared experts; 0: there are none."""
+    """The Rule of the total width of the shared experts; 0: there are none."""
     return converted('n_shared_expert', theirs,
-                     lambda given, args: given and given // args['d_expert'],
+                     lambda width, args: width and width // args['d_expert'],
                      lambda config: (config.n_shared_expert or 0) * (config.d_expert or 0), 0)
 
 
 def scale(config):
-    """What attention multiplies its scores by."""
+    """The factor on attention's scores."""
     return config.attn_scale or (config.head_dim or 1) ** -0.5
 
 
 def letters(config, pattern):
-    """Each layer's letter in a pattern of ours."""
+    """Each layer's letter in a pattern of GPTConfig."""
     return [config.mlp_of(i) if pattern == 'expert_pattern' else letter(getattr(config, pattern), i)
             for i in range(config.n_layer)]
 
 
 def worded(pattern, theirs, words):
-    """The Rule of their list with a word for each layer. words: theirs: our letter."""
+    """The Rule of a list with one word per layer. words: our letter: the word."""
+    ours = {word: one for one, word in words.items()}
+
     def read(c, args):
         if c[theirs]:
-            args[pattern] = ''.join(words.get(word, '?') for word in c[theirs])
-
-    def write(config, c):
-        their_words = {ours: word for word, ours in words.items()}
-        c[theirs] = [their_words.get(one) for one in letters(config, pattern)]
-    return Rule({theirs: None}, read, write)
+            args[pattern] = ''.join(ours.get(word, '?') for word in c[theirs])
+    return Rule({theirs: None}, read, lambda config, c: c.update(
+        {theirs: [words.get(one) for one in letters(config, pattern)]}))
 
 
-def listed(pattern, theirs, marked, others=None):
-    """The Rule of their list of the layers with this letter; others: of the rest, None: as they were."""
+def listed(pattern, theirs, marked, others):
+    """The Rule of a list of the layers with the letter `marked`; all other layers have `others`."""
     def read(c, args):
         if c[theirs]:
-            args[pattern] = ''.join(marked if i in c[theirs] else letter(others or args[pattern], i)
-                                    for i in range(args['n_layer']))
-
-    def write(config, c):
-        c[theirs] = [i for i, one in enumerate(letters(config, pattern)) if one == marked]
-    return Rule({theirs: None}, read, write)
+            args[pattern] = ''.join(marked if i in c[theirs] else others for i in range(args['n_layer']))
+    return Rule({theirs: None}, read, lambda config, c: c.update(
+        {theirs: [i for i, one in enumerate(letters(config, pattern)) if one == marked]}))
 
 
 def every(pattern, theirs, usual, other, default):
-    """The Rule of their number n: each n-th layer is other than usual."""
+    """The Rule of a number n: every n-th layer has the letter `other`."""
     return Rule({theirs: default}, lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))
 
 
@@ -225,7 +221,7 @@ def read_falcon(c, args):
     args['norm_placement'] = 'parallel' if new or c['parallel_attn'] else 'pre'
     if new and c['num_ln_in_parallel_attn'] != 1:
         args['norm_placement'] = 'parallel_2'
-    if c['alibi']:  # Falcon scales the bias with the scores
+    if c['alibi']:  # Falcon scales the bias together with the scores
         args.update(pos='alibi', alibi_scale=(args['n_embd'] // args['n_head']) ** -0.5)
 
 
@@ -251,18 +247,13 @@ def write_deepseek_v2(config, c):
     c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
 
 
-def read_ernie(c, args):
-    if c['moe_layer_end_index'] not in (-1, args['n_layer'] - 1):
-        refuse(c, moe_layer_end_index=c['moe_layer_end_index'])
-
-
 def read_indexer(c, args):
-    """An indexer picks index_topk tokens to attend to: in a shorter context all."""
+    """An indexer chooses index_topk tokens to attend to; in a shorter context it chooses all."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
 def read_topk(c, args):
-    if isinstance(c['moe_topk'], list):  # of each layer
+    if isinstance(c['moe_topk'], list):  # one number per layer
         args['n_expert_active'], = {*c['moe_topk']}
 
 
@@ -271,8 +262,8 @@ def read_llama4(c, args):
         args['qk_norm'] = False
     if c['attn_temperature_tuning']:
         args['query_scale'] = dict(beta=c['attn_scale'], length=c['floor_scale'], start=1, layers='N')
-    pattern = args['pos_pattern'].replace('P', 'C').replace('N', 'L')  # as their layer_types say too
-    args.update(window=c['attention_chunk_size'], window_pattern=pattern)
+    chunks = args['pos_pattern'].replace('P', 'C').replace('N', 'L')  # layer_types agrees with this
+    args.update(window=c['attention_chunk_size'], window_pattern=chunks)
 
 
 def read_lfm2(c, args):
@@ -286,11 +277,12 @@ def write_lfm2(config, c):
 
 
 def read_kimi_linear(c, args):
-    own = c['linear_attn_config']  # as published, whose layers count from 1
-    if own:
-        args.update(linear_key_head_dim=own['head_dim'], linear_n_key_head=own['num_heads'],
-                    linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
-                        'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
+    linear = c['linear_attn_config']  # in published files, which count layers from 1
+    if linear:
+        pattern = ''.join('KM'[i + 1 in linear['full_attn_layers']] for i in range(args['n_layer']))
+        args.update(mixer_pattern=pattern, linear_key_head_dim=linear['head_dim'],
+                    linear_n_key_head=linear['num_heads'],
+                    linear_conv_kernel_dim=linear['short_conv_kernel_size'])
 
 
 def check_mamba(c, args):
@@ -303,7 +295,7 @@ def read_granite_hybrid(c, args):
         args['pos'] = 'none'
     if args['n_expert']:
         args['n_shared_expert'] = c['shared_intermediate_size'] // args['d_expert']
-    else:  # what all tokens use is the MLP
+    else:  # without experts, the shared expert is the MLP
         args['d_ff'] = c['shared_intermediate_size']
 
 
@@ -313,16 +305,14 @@ def write_granite_hybrid(config, c):
              num_local_experts=config.n_expert or 0, shared_intermediate_size=shared or config.d_ff)
 
 
-NEMOTRON_LAYERS = {'M': 'B', '*': 'A', '-': 'D', 'E': 'E', 'linear_attention': 'B', 'full_attention': 'A',
-                   'mlp': 'D', 'moe': 'E'}  # theirs, older letters and words: ours
+NEMOTRON_LAYERS = {  # transformers' words, or the letters in older files: our letters
+    'M': 'B', '*': 'A', '-': 'D', 'E': 'E', 'linear_attention': 'B', 'full_attention': 'A', 'mlp': 'D',
+    'moe': 'E'}
 
 
 def read_nemotron_h(c, args):
-    """A mixer and the MLP that follows it are one block of ours."""
-    theirs = c['layers_block_type'] or c['hybrid_override_pattern'] or ''
-    kinds = ''.join(NEMOTRON_LAYERS.get(one, '?') for one in theirs)
-    if not re.fullmatch('([AB][DE]?)+', kinds):
-        refuse(c, layers_block_type=theirs)
+    """A mixer and the MLP after it are two layers of Nemotron-H, but one block here."""
+    kinds = ''.join(NEMOTRON_LAYERS[one] for one in c['layers_block_type'] or c['hybrid_override_pattern'])
     blocks = re.findall('([AB])([DE]?)', kinds)
     if 'E' not in kinds:
         args['n_expert'] = None
@@ -332,14 +322,15 @@ def read_nemotron_h(c, args):
 
 def write_nemotron_h(config, c):
     if config.n_expert and (config.mlp_bias or not config.n_shared_expert):
-        raise ValueError("Nemotron-H's experts have no bias, and a shared one beside them")
-    c['time_step_min'] = 0.0  # which transformers applies to whole texts alone
-    words = {ours: theirs for theirs, ours in NEMOTRON_LAYERS.items()}
+        raise ValueError('the experts of Nemotron-H have no bias, and one shared expert')
+    c['time_step_min'] = 0.0  # transformers applies it in a prefill, but not in a decode step
+    words = {ours: word for word, ours in NEMOTRON_LAYERS.items()}
     kinds = zip(letters(config, 'mixer_pattern'), letters(config, 'expert_pattern'))
     c['layers_block_type'] = [words.get(kind) for block in kinds for kind in block if kind != 'N']
 
 
 def nemotron_layer(config, layer, name):
+    """The prefix of a name inside a block: the mixer and the MLP count as separate layers."""
     at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
     return f'backbone.layers.{at}.'
 
@@ -349,18 +340,17 @@ def read_gemma(c, args):
 
 
 def read_gemma4(c, args):
-    """Heads of their own in layers that see all tokens, as the last does whatever layer_types says; an MLP
-    beside experts is a shared expert."""
+    """Layers without a window have heads of another width; the last layer never has a window. An MLP next
+    to the experts is a shared expert."""
     if pattern := args.get('window_pattern'):
         args['window_pattern'] = (pattern * args['n_layer'])[:args['n_layer'] - 1] + 'L'
-    given = dict(head_dim=c['global_head_dim'], num_key_value_heads=c['num_global_key_value_heads'])
-    own, *others = [*(c['per_layer_config'] or {'': given}).values()]
-    if any(other != own for other in others):
-        refuse(c, per_layer_config=c['per_layer_config'])
+    full = dict(head_dim=c['global_head_dim'], num_key_value_heads=c['num_global_key_value_heads'])
+    if c['per_layer_config']:
+        full, *_ = c['per_layer_config'].values()
     args['local'] |= dict(head_dim=args['head_dim'], n_kv_head=args['n_kv_head'], k_eq_v=False)
-    args['head_dim'] = own['head_dim']
+    args['head_dim'] = full['head_dim']
     if args['k_eq_v']:
-        args['n_kv_head'] = own.get('num_key_value_heads') or args['n_kv_head']
+        args['n_kv_head'] = full.get('num_key_value_heads') or args['n_kv_head']
     if c['enable_moe_block']:
         args['n_shared_expert'] = args['d_ff'] // args['d_expert']
     else:
@@ -376,10 +366,13 @@ def write_gemma4(config, c):
         c['intermediate_size'] = config.n_shared_expert * config.d_expert
 
 
+def head_width(args):
+    return args.get('head_dim') or args['n_embd'] // args['n_head']
+
+
 def read_rotary_dim(c, args):
     if c['rotary_dim']:
-        width = args.get('head_dim') or args['n_embd'] // args['n_head']
-        args['partial_rotary_factor'] = c['rotary_dim'] / width
+        args['partial_rotary_factor'] = c['rotary_dim'] / head_width(args)
 
 
 def write_rotary_dim(config, c):
@@ -389,7 +382,7 @@ def write_rotary_dim(config, c):
 
 
 def read_rope_where_short(c, args):
-    if c['sliding_window']:  # layers that see all tokens have no positions
+    if c['sliding_window']:  # only layers with a window have positions
         args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
 
 
@@ -402,7 +395,7 @@ def read_ministral3(c, args):
     if 'llama_4_scaling_beta' not in scaling:
         refuse(c, rope_parameters=c.get('rope_parameters'))
     scaling.pop('max_position_embeddings', None)
-    args.pop('partial_rotary_factor', None)  # the share that qk_rope_head_dim says
+    args.pop('partial_rotary_factor', None)  # qk_rope_head_dim says the same
     args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
                                length=scaling['original_max_position_embeddings'])
 
@@ -412,7 +405,7 @@ def write_ministral3(config, c):
 
 
 def read_layer_rope(c, args):
-    """A base for each layer, 0 where nothing rotates; here one for all others."""
+    """One base per layer, 0 for layers without rotation; all other layers must have the same base."""
     bases = c['layer_rope_theta'] or [args['rope_base']]
     args['rope_base'], = {*bases} - {0} or {args['rope_base']}
     args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
@@ -425,24 +418,23 @@ def write_layer_rope(config, c):
 def read_hunyuan(c, args):
     """A dynamic scaling with alpha is a larger base."""
     scaling = args['rope_scaling'] or {}
-    width = args.get('head_dim') or args['n_embd'] // args['n_head']
+    width = head_width(args)
     if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
         args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
         args['rope_scaling'] = None
 
 
 def read_minimind(c, args):
-    """From version 3 on a Qwen3; before, with n_routed_experts, a Llama, perhaps with a shared expert."""
+    """MiniMind 3 is a Qwen3. A dense MiniMind 2, which has n_routed_experts, is a Llama."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
         args['n_expert'] = 0
 
 
 NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N', 4),
-           worded('pos_pattern', 'no_rope_layers', {1: 'P', 0: 'N'}))
-MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(dense='D', sparse='E'))
-SPARSE_LAYERS = (every('expert_pattern', 'decoder_sparse_step', 'D', 'E', 1),
-                 listed('expert_pattern', 'mlp_only_layers', 'D'))
+           worded('pos_pattern', 'no_rope_layers', dict(P=1, N=0)))
+MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(D='dense', E='sparse'))
+DENSE_LAYERS = listed('expert_pattern', 'mlp_only_layers', 'D', 'E')
 LENGTH_SCALE = Rule({}, read_ministral3, write_ministral3)
 LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
                            lambda config: 1 / config.logit_scale)
@@ -460,7 +452,7 @@ BASE = Family(
         n_layer='num_hidden_layers', n_head='num_attention_heads', n_kv_head='num_key_value_heads',
         n_embd='hidden_size', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
         qkv_bias='attention_bias', proj_bias='attention_bias'),
-    ours=dict(qk_norm=False, tie_word_embeddings=False),
+    fixed=dict(qk_norm=False),
     names={
         'wte': 'model.embed_tokens', 'ln_f': 'model.norm', 'lm_head': 'lm_head',
         'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm',
@@ -478,13 +470,11 @@ WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
 LLAMA = like(BASE, fields=same('mlp_bias'))
 NO_BIAS = dict.fromkeys(('qkv_bias', 'proj_bias'))
 MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=NO_BIAS)
-QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True), layers='SL',
-             defaults=dict(use_sliding_window=False, max_window_layers=28))
-QWEN3 = like(BASE, 'Qwen3ForCausalLM', ours=dict(qk_norm=True),
-             layers='SL', defaults=QWEN2.defaults)
+QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', fixed=dict(qkv_bias=True), layers='SL')
+QWEN3 = like(BASE, 'Qwen3ForCausalLM', fixed=dict(qk_norm=True), layers='SL')
 OLMO2 = like(
     BASE, 'Olmo2ForCausalLM', fields=dict(head_dim=None),
-    ours=dict(qk_norm='whole', norm_placement='output'),
+    fixed=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
                n_expert_active='num_experts_per_tok experts_per_token', d_expert='intermediate_size')
@@ -499,8 +489,7 @@ FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all e
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
-    QWEN3, 'Qwen3MoeForCausalLM', layers='S', defaults=dict(max_window_layers=None),
-    fields=QWEN_EXPERTS, rules=SPARSE_LAYERS)
+    QWEN3, 'Qwen3MoeForCausalLM', layers='S', fields=QWEN_EXPERTS, rules=(DENSE_LAYERS,))
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
@@ -513,15 +502,15 @@ QWEN3_NEXT = like(
     QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', fields=dict(
         same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
         linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads'),
-    ours=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
-    theirs=dict(hidden_act='silu'),  # the convolution's activation as well
+    fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
+    required=dict(hidden_act='silu'),  # the convolution's activation as well
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
            'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
            'D.attn.c_proj': 'linear_attn.out_proj'},
     rows={'attn.c_attn': ordered('qkvg', 'qg', 'k', 'v', groups='n_head'),
           'D.attn.c_attn': ordered('qkvzba', 'qkvz', 'ba', groups='linear_n_key_head')},
-    layouts=PLUS_ONE_NORMS, rules=(*SPARSE_LAYERS, SHARED_EXPERT))
+    layouts=PLUS_ONE_NORMS, rules=(DENSE_LAYERS, SHARED_EXPERT))
 QWEN3_5_MOE = like(
     QWEN3_NEXT, 'Qwen3_5MoeForCausalLM', fields=dict(norm_topk_prob=None), rules=(SHARED_EXPERT,),
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
@@ -533,13 +522,13 @@ DEEPSEEK_EXPERTS = like(
                 n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
                 **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
-    ours=dict(router='sigmoid', balance_bias=True),
-    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'))
+    fixed=dict(router='sigmoid', balance_bias=True),
+    required=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'))
 LATENT = dict(
-    ours=dict(qk_norm=None, kv_lora_rank=512, latent_norm_eps=1e-6),  # whatever rms_norm_eps is
+    fixed=dict(latent_norm_eps=1e-6),  # it does not depend on rms_norm_eps
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
-    theirs=dict(rope_interleave=True),
+    required=dict(rope_interleave=True),
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
@@ -547,11 +536,10 @@ LATENT = dict(
     rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
 WRITE_LATENT = Rule({}, write=write_latent)
 DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
-YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', ours=dict(tie_word_embeddings=True),
-             rules=(WRITE_LATENT,))
+YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
 DEEPSEEK_V32 = like(
     DEEPSEEK_V3, 'DeepseekV32ForCausalLM', exports=False, harmless='index*',
-    rules=(MLP_TYPES, Rule(dict(index_topk=2048), read_indexer)))
+    rules=(MLP_TYPES, Rule({}, read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
                     n_group=None, topk_group=None)
 FLEX_OLMO = like(
@@ -562,7 +550,7 @@ BLOOM = Family(
     fields=dict(same('vocab_size tie_word_embeddings'), block_size='seq_length',
                 n_layer='n_layer num_hidden_layers', n_head='n_head num_attention_heads',
                 n_embd='hidden_size n_embed', norm_eps='layer_norm_epsilon'),
-    ours=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
+    fixed=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
               mlp='gelu_tanh', embed_norm=True),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
            'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
@@ -573,9 +561,9 @@ BLOOM = Family(
 FALCON = like(
     BLOOM, 'FalconForCausalLM',
     fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
-                n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv', n_embd='hidden_size',
+                n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv',
                 d_ff='ffn_hidden_size', mlp='activation'),
-    ours=dict(bias=False, norm_bias=True, pos='rope', mlp='gelu', embed_norm=False),
+    fixed=dict(norm_bias=True, pos='rope', mlp='gelu', embed_norm=False),
     names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
            'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
                                    else 'post_attention_layernorm')},
@@ -584,8 +572,8 @@ FALCON = like(
                 read_falcon, write_falcon),))
 
 GPT = like(  # with the weights of linear layers as all others have them
-    BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
-    theirs=dict(scale_attn_weights=True),
+    BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, fixed=dict(pos='learned', embed_norm=False),
+    required=dict(scale_attn_weights=True),
     fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
@@ -595,23 +583,23 @@ GPT = like(  # with the weights of linear layers as all others have them
 GEMMA = Rule({}, read_gemma)
 GEMMA2 = like(
     BASE, 'Gemma2ForCausalLM', layers='SL',
-    fields=dict(mlp=None,  # whatever hidden_act is
+    fields=dict(mlp=None,  # transformers ignores hidden_act
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
-    theirs=dict(hidden_activation='gelu_pytorch_tanh'),
-    defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
-    ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
+    required=dict(hidden_activation='gelu_pytorch_tanh'),
+    fixed=dict(norm_placement='sandwich', mlp='geglu_tanh'),
     names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
     rules=(GEMMA, converted(
         'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
         lambda config: round(scale(config) ** -2), 256)))
 GEMMA4 = like(
-    GEMMA2, 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
+    GEMMA2, 'Gemma4ForCausalLM', layouts=dict.fromkeys(PLUS_ONE_NORMS),
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
                 n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
-    ours=dict(qk_norm=True, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
+    fixed=dict(qk_norm=True, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
               expert_norms=True),
-    theirs=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, use_bidirectional_attention='vision'),
+    required=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+                  use_bidirectional_attention='vision'),
     names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
            'mlp.expert_scale': 'router.per_expert_scale', 'mlp.ln_in': 'pre_feedforward_layernorm_2',
            'mlp.ln_out': 'post_feedforward_layernorm_2', 'mlp.ln_shared_in': 'pre_feedforward_layernorm',
@@ -624,8 +612,7 @@ GEMMA4 = like(
 INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GPTJ = like(
     GPT, 'GPTJForCausalLM',
-    ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
-              tie_word_embeddings=False),
+    fixed=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True),
     names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
            'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
     rows=INTERLEAVED,
@@ -634,12 +621,11 @@ LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
 
 GLM = like(
     BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
-    ours=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
+    fixed=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 GRANITE = like(
     LLAMA, 'GraniteForCausalLM', rules=(LOGITS_SCALING,),
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
-                residual_scale='residual_multiplier'),
-    ours=dict(attn_scale=1.0))
+                residual_scale='residual_multiplier'))
 GRANITE_MOE = like(
     GRANITE, 'GraniteMoeForCausalLM', fields=dict(EXPERTS, mlp_bias=None),
     names={'mlp.router': 'block_sparse_moe.router.layer',
@@ -647,11 +633,11 @@ GRANITE_MOE = like(
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
-WINDOWS_AND_SINKS = dict(layers='LSSS', ours=dict(attn_sink=True))
+WINDOWS_AND_SINKS = dict(layers='LSSS', fixed=dict(attn_sink=True))
 LAYER_ROPE = Rule(dict(layer_rope_theta=None), read_layer_rope, write_layer_rope)
 HUNYUAN = like(
     BASE, 'HunYuanDenseV1ForCausalLM',
-    ours=dict(qk_norm='rotated'), theirs=dict(norm_type='rms', use_qk_norm=True),
+    fixed=dict(qk_norm='rotated'), required=dict(norm_type='rms', use_qk_norm=True),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
     harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
              'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type use_mixed_mlp_moe '
@@ -660,16 +646,13 @@ HUNYUAN = like(
 COHERE = like(
     BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps', logit_scale='logit_scale'),
     rows=INTERLEAVED,
-    ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
-              logit_scale=0.0625))
-ARCEE = like(
-    LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
+    fixed=dict(norm='layernorm', norm_placement='parallel'))
+ARCEE = like(LLAMA, 'ArceeForCausalLM', names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
-    BASE, 'Lfm2ForCausalLM', layers='CL', theirs=dict(conv_bias=False),
+    BASE, 'Lfm2ForCausalLM', layers='CL', required=dict(conv_bias=False),
     fields=dict(NO_BIAS, norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
-                tie_word_embeddings='tie_word_embeddings tie_embedding',
                 linear_conv_kernel_dim='conv_L_cache'),
-    ours=dict(qk_norm=True, tie_word_embeddings=True, rope_base=1e6, norm_eps=1e-5),
+    fixed=dict(qk_norm=True),
     names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
            'attn.q_norm': 'self_attn.q_layernorm', 'attn.k_norm': 'self_attn.k_layernorm',
            'attn.c_proj': 'self_attn.out_proj', 'attn.conv': 'conv.conv.weight',
@@ -686,7 +669,7 @@ MAMBA = dict(
            'B.attn.c_proj': 'mamba.out_proj'},
     rows={'B.attn.c_attn': ordered('cbxzd', 'zxbcd'), 'attn.conv': rows_mamba_convolution,
           'attn.conv_bias': rows_mamba_convolution},
-    theirs=dict(mamba_proj_bias=False),
+    required=dict(mamba_proj_bias=False),
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
                 linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
                 linear_conv_bias='mamba_conv_bias'),
@@ -695,10 +678,10 @@ MAMBA = dict(
         lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
         lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2)))
 BAMBA = like(
-    like(LLAMA, **MAMBA), 'BambaForCausalLM', ours=dict(partial_rotary_factor=0.5, mixer_pattern='B'),
+    like(LLAMA, **MAMBA), 'BambaForCausalLM', fixed=dict(partial_rotary_factor=0.5, mixer_pattern='B'),
     names={**renamed(LLAMA, 'mlp', 'feed_forward'), 'ln_2': 'pre_ff_layernorm',
            'ln_f': 'model.final_layernorm'},
-    rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A')))
+    rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A', 'B')))
 FAMILIES = {  # by model_type
     'qwen3': QWEN3,
     'llama': LLAMA,
@@ -708,9 +691,9 @@ FAMILIES = {  # by model_type
     'qwen3_moe': QWEN3_MOE,
     'deepseek_v3': DEEPSEEK_V3,
     'deepseek_v2': like(
-        DEEPSEEK_V3, 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=None),
-        ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
-        theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
+        DEEPSEEK_V3, 'DeepseekV2ForCausalLM',
+        fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
+        required=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
         rules=(WRITE_LATENT, Rule(dict(topk_method=None), write=write_deepseek_v2))),
     'bloom': BLOOM,
     'falcon': FALCON,
@@ -718,8 +701,7 @@ FAMILIES = {  # by model_type
         BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
         fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
                 'norm_eps': 'layer_norm_eps'},
-        ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
-                  partial_rotary_factor=0.25),
+        fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
         names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
                'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
         rules=(converted('norm_placement', 'use_parallel_residual',
@@ -733,8 +715,8 @@ FAMILIES = {  # by model_type
         BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
         fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
                     attn_scale='softmax_scale'),
-        ours=dict(bias=False, mlp='gelu', embed_norm=False),
-        theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
+        fixed=dict(bias=False, mlp='gelu', embed_norm=False),
+        required=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
                     norm_type='low_precision_layernorm', attn_type='multihead_attention'),
         names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
                'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
@@ -742,15 +724,14 @@ FAMILIES = {  # by model_type
         rules=(Rule({}, write=write_mpt),)),
     'olmo2': OLMO2,
     'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL',
-                  ours=dict(local={})),
+                  fixed=dict(local={})),
     'gemma2': GEMMA2,
     'gemma3_text': like(
-        GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
+        GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', fixed=dict(
             qk_norm=True, rope_base=1e6, local={'rope_base': 1e4}),
-        theirs=dict(use_bidirectional_attention=False),
-        defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
-                      num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
-                      max_position_embeddings=131072)),  # what the published ones leave out
+        required=dict(use_bidirectional_attention=False),
+        defaults=dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+                      sliding_window=4096, max_position_embeddings=131072)),  # not given in published files
     'gemma4_text': GEMMA4,
     'gemma4_unified_text': like(GEMMA4, 'Gemma4UnifiedForCausalLM'),
     'lfm2': LFM2,
@@ -758,14 +739,14 @@ FAMILIES = {  # by model_type
         LFM2, 'Lfm2MoeForCausalLM', rules=(), fields=dict(
             QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
             routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
-        ours=dict(router='sigmoid', balance_bias=True),
+        fixed=dict(router='sigmoid'),
         names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
                'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
                'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
     'lfm3': like(
         LFM2, 'Lfm3ForCausalLM', layers='CLS', rules=(),
-        ours=dict(norm_placement='sandwich', attn_gate='head', local={}),
-        theirs=dict(use_sandwich_norm=True, use_attention_gate=True),
+        fixed=dict(norm_placement='sandwich', attn_gate='head', local={}),
+        required=dict(use_sandwich_norm=True, use_attention_gate=True),
         fields=dict(d_ff='intermediate_size'),
         names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
                'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_operator_norm', 'ln_3': 'ffn_norm',
@@ -773,8 +754,7 @@ FAMILIES = {  # by model_type
     'bamba': BAMBA,
     'granitemoehybrid': like(
         like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='BL',
-        fields=dict(mlp=None, d_ff=None), theirs=dict(normalization_function='rmsnorm', hidden_act='silu'),
-        harmless='attn_layer_indices',
+        fields=dict(mlp=None, d_ff=None), required=dict(normalization_function='rmsnorm', hidden_act='silu'),
         names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
                'mlp.c_proj': 'shared_mlp.output_linear'},
         rules=(*MAMBA['rules'], LOGITS_SCALING,
@@ -790,8 +770,9 @@ FAMILIES = {  # by model_type
                     linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
                     linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                     linear_conv_bias='use_conv_bias'),
-        ours=dict(pos='none', mlp='relu2', router='sigmoid', balance_bias=True, partial_rotary_factor=None),
-        theirs=dict(use_bias=False, mamba_hidden_act='silu'),
+        fixed=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
+                   tie_word_embeddings=False),
+        required=dict(use_bias=False, mamba_hidden_act='silu'),
         harmless='attention_bias n_shared_experts topk_method expand',
         defaults=dict(num_hidden_layers=0),
         names={**renamed(BAMBA, 'mamba|self_attn|mlp|feed_forward', 'mixer'),
@@ -809,8 +790,8 @@ FAMILIES = {  # by model_type
                     n_group='num_expert_group', norm_topk_prob='moe_renormalize',
                     linear_n_key_head='linear_num_heads', linear_key_head_dim='linear_head_dim',
                     linear_conv_kernel_dim='linear_conv_kernel_dim'),
-        ours=dict(pos='none'),
-        theirs=dict(mla_use_nope=True, use_grouped_topk=True,
+        fixed=dict(pos='none'),
+        required=dict(mla_use_nope=True, use_grouped_topk=True,
                     moe_router_activation_func='sigmoid'),
         names={**renamed(DEEPSEEK_V3, 'mlp', 'block_sparse_moe'),
                'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
@@ -821,79 +802,68 @@ FAMILIES = {  # by model_type
                'attn.A_log': 'self_attn.A_log', 'attn.dt_bias': 'self_attn.dt_bias',
                'attn.o_norm': 'self_attn.o_norm.weight', 'attn.conv':
                'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
-        rows={'attn.c_attn': None, 'attn.c_q': None, 'attn.conv': rows_convolution},
+        rows={'attn.c_attn': None, 'attn.conv': rows_convolution},
         layouts={'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
         rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear))),
     'phi': like(
         BASE, 'PhiForCausalLM',
         fields=dict(NO_BIAS, norm_eps='layer_norm_eps', head_dim=None),
-        ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel', mlp='gelu_tanh',
+        fixed=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                   partial_rotary_factor=0.5),
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
                'mlp.c_proj': 'mlp.fc2'}),
-    'smollm3': like(
-        LLAMA, 'SmolLM3ForCausalLM', layers='SL',
-        ours=dict(tie_word_embeddings=True),
-        rules=NO_ROPE),
+    'smollm3': like(LLAMA, 'SmolLM3ForCausalLM', layers='SL', rules=NO_ROPE),
     'gpt_oss': like(
         BASE, 'GptOssForCausalLM', layers='SL',
-        theirs=dict(swiglu_alpha=1.702, hidden_act='silu'),
+        required=dict(swiglu_alpha=1.702, hidden_act='silu'),
         fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit'),
-        ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
+        fixed=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True),
         names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router',
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
         rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS),
     'minimind': like(
-        LLAMA, 'MiniMindForCausalLM', exports=False,  # transformers does not know it
-        fields=dict(QWEN_EXPERTS, n_expert='n_routed_experts num_experts', n_shared_expert='n_shared_experts',
-                    d_expert='moe_intermediate_size intermediate_size'),
-        ours=dict(tie_word_embeddings=True),
-        names={'mlp.shared.c_fc': 'mlp.shared_experts.0.gate_proj mlp.shared_experts.0.up_proj',
-               'mlp.shared.c_proj': 'mlp.shared_experts.0.down_proj'},
-        rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=0, scoring_func=None),
-                    read_minimind),)),
+        QWEN3_MOE, 'MiniMindForCausalLM', exports=False,  # transformers does not have it
+        harmless='n_shared_experts scoring_func',
+        rules=(Rule(dict(use_moe=False, n_routed_experts=None), read_minimind),)),
     'qwen2_moe': like(
         QWEN2, 'Qwen2MoeForCausalLM', layers='L',
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
-        ours=dict(shared_gate=True), names=SHARED_NAMES,
-        rules=(*SPARSE_LAYERS, SHARED_EXPERT)),
+        fixed=dict(shared_gate=True), names=SHARED_NAMES,
+        rules=(DENSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
-    'qwen3_5_text': like(QWEN3_5_MOE, 'Qwen3_5ForCausalLM', ours=dict(shared_gate=None),
+    'qwen3_5_text': like(QWEN3_5_MOE, 'Qwen3_5ForCausalLM', fixed=dict(shared_gate=None),
                          fields=dict.fromkeys(QWEN_EXPERTS), rules=()),
     'gemma': like(
-        GEMMA2, 'GemmaForCausalLM', layers='L', ours=dict(norm_placement='pre'),
+        GEMMA2, 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
         fields=dict(attn_softcap=None, logit_softcap=None),
         rules=(GEMMA,)),
-    'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', ours=dict(norm_placement='pre'),
+    'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', fixed=dict(norm_placement='pre'),
                        names={'ln_2': 'pre_feedforward_layernorm'}),
     'phi3': like(
-        MISTRAL, 'Phi3ForCausalLM', ours=dict(partial_rotary_factor=1.0),
-        defaults=dict(original_max_position_embeddings=4096),
+        MISTRAL, 'Phi3ForCausalLM', fixed=dict(partial_rotary_factor=1.0),
         names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'}),
     'glm': GLM,
     'glm4': like(
-        GLM, 'Glm4ForCausalLM', ours=dict(norm_placement='sandwich'),
+        GLM, 'Glm4ForCausalLM', fixed=dict(norm_placement='sandwich'),
         names={'ln_2': 'post_self_attn_layernorm', 'ln_3': 'post_attention_layernorm',
                'ln_4': 'post_mlp_layernorm'}),
     'granite': GRANITE,
     'hyperclovax': like(
-        GRANITE, 'HyperCLOVAXForCausalLM', theirs=dict(use_post_norm=True, residual_multiplier=1.0),
-        ours=dict(attn_scale=None, norm_placement='sandwich'), rules=(),
+        GRANITE, 'HyperCLOVAXForCausalLM', required=dict(use_post_norm=True, residual_multiplier=1.0),
+        fixed=dict(norm_placement='sandwich'), rules=(),
         fields=dict(logit_scale='logits_scaling'),
         names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
     'cohere': COHERE,
     'cohere2': like(
         COHERE, 'Cohere2ForCausalLM', layers='SSSL',
-        theirs=dict(position_embedding_type='rope_gptj'), defaults=dict(sliding_window=4096),
-        rules=(ROPE_WHERE_SHORT,)),
+        required=dict(position_embedding_type='rope_gptj'), rules=(ROPE_WHERE_SHORT,)),
     'exaone4': like(
         MISTRAL, 'Exaone4ForCausalLM', layers='SSSL',
-        ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
+        fixed=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
         names=OLMO2.names),
     'ernie4_5': like(
-        MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED,
-        ours=dict(tie_word_embeddings=True)),
+        MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED),
     'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None),
                    rows=INTERLEAVED, exports=False),  # its heads must be as wide as the stream
     'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias')),
@@ -903,27 +873,25 @@ FAMILIES = {  # by model_type
     'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
     'mistral4': like(
         DEEPSEEK_V3, 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not know it
-        ours=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
-        theirs=dict(scoring_func='softmax', n_group=1, topk_group=1),
+        fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
+        required=dict(scoring_func='softmax'),
         rules=(LENGTH_SCALE,)),
     'youtu': YOUTU,
     'minicpm3': like(
         YOUTU, 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
-        theirs=dict(rope_interleave=None), rows=dict.fromkeys(LATENT['rows']),
+        required=dict(rope_interleave=None), rows=dict.fromkeys(LATENT['rows']),
         rules=(WRITE_LATENT, converted(
             'residual_scale', 'scale_depth', lambda given, args: given / args['n_layer'] ** 0.5,
             lambda config: config.residual_scale * config.n_layer ** 0.5, 1.4), converted(
             'logit_scale', 'dim_model_base', lambda given, args: given / args['n_embd'],
             lambda config: round(config.logit_scale * config.n_embd), 256))),
     'mellum': like(
-        QWEN3_MOE, 'MellumForCausalLM', layers='SL', defaults=dict(use_sliding_window=None),
-        ours=dict(local={}), rules=(MLP_TYPES,)),
+        QWEN3_MOE, 'MellumForCausalLM', layers='SL', fixed=dict(local={}), rules=(MLP_TYPES,)),
     'flint': like(
         QWEN3_MOE, 'FlintForCausalLM', layers='SL',
-        ours=dict(attn_sink=True, router='sigmoid'),
-        defaults=dict(use_sliding_window=None),
+        fixed=dict(attn_sink=True, router='sigmoid'),
         names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
-        rules=(*SPARSE_LAYERS, SHARED_EXPERT, LOCAL_ROPE)),
+        rules=(DENSE_LAYERS, SHARED_EXPERT, LOCAL_ROPE)),
     'granite_swa': like(GRANITE, 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
                         rules=(LOGITS_SCALING, LAYER_ROPE)),
     'granitemoe_swa': like(
@@ -937,42 +905,41 @@ FAMILIES = {  # by model_type
         rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),)),  # None is not allowed
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
-        ours=dict(LAYERNORM, mlp='gelu_tanh', tie_word_embeddings=True),
+        fixed=LAYERNORM,
         harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
         names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
     'stablelm': like(
         MISTRAL, 'StableLmForCausalLM', layers='L',
         fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps', head_dim=None),
-        ours=dict(LAYERNORM, partial_rotary_factor=0.25)),
+        fixed=dict(LAYERNORM, partial_rotary_factor=0.25)),
     'arcee': ARCEE,
     'nemotron': like(
         ARCEE, 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
-        ours=dict(LAYERNORM, partial_rotary_factor=0.5),
+        fixed=dict(LAYERNORM, partial_rotary_factor=0.5),
         layouts=PLUS_ONE_NORMS),
     'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
-                  ours=dict(LAYERNORM)),
+                  fixed=dict(LAYERNORM)),
     'apertus': like(
-        ARCEE, 'ApertusForCausalLM', theirs=dict(qk_norm=True),
+        ARCEE, 'ApertusForCausalLM', required=dict(qk_norm=True),
         exports=False,  # whose files have constants too
-        ours=dict(mlp='xielu', qk_norm=True),
+        fixed=dict(qk_norm=True),
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
                'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'}),
     'olmo': like(BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None, clip_qkv='clip_qkv'),
-                 ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
+                 fixed=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
     'nanochat': like(
         BASE, 'NanoChatForCausalLM',
         fields=dict(logit_softcap='final_logit_softcapping'),
-        ours=dict(mlp='relu2', qk_norm='rotated', norm_weight=False, embed_norm=True),
-        names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped},
-        defaults=dict(final_logit_softcapping=15.0)),
+        fixed=dict(qk_norm='rotated', norm_weight=False, embed_norm=True),
+        names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped}),
     'hunyuan_v1_dense': HUNYUAN,
     'opt': like(
         MISTRAL, 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
-        theirs=dict(do_layer_norm_before=True),
+        required=dict(do_layer_norm_before=True),
         fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
                     bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
                     norm_bias='layer_norm_elementwise_affine'),
-        ours=dict(LAYERNORM, pos='learned', bias=True, mlp='relu', tie_word_embeddings=True),
+        fixed=dict(LAYERNORM, pos='learned'),
         names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
                'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
                'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
@@ -985,35 +952,34 @@ FAMILIES = {  # by model_type
         GPT, 'GPTNeoForCausalLM', exports=False,
         fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
                     n_embd='hidden_size', d_ff='intermediate_size', window='window_size'),
-        ours=dict(qkv_bias=False, attn_scale=1.0),
+        fixed=dict(qkv_bias=False, attn_scale=1.0),
         names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
                'attn.c_proj': 'attn.attention.out_proj'},
-        rules=(worded('window_pattern', 'attention_layers', {'global': 'L', 'local': 'S'}),)),
+        rules=(worded('window_pattern', 'attention_layers', dict(L='global', S='local')),)),
     'gpt_bigcode': like(
-        GPT, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True)),
+        GPT, 'GPTBigCodeForCausalLM', fixed=dict(n_kv_head=1), required=dict(multi_query=True)),
     'glm4_moe': like(
         DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
-        ours=dict(partial_rotary_factor=0.5)),
+        fixed=dict(partial_rotary_factor=0.5)),
     'solar_open': like(
         DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=None, n_dense_layer=None)),
     'dots1': like(
         DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
-        ours=dict(qk_norm=True), theirs=dict(scoring_func=None),
-        defaults=dict(max_window_layers=62), harmless='scoring_func'),
+        fixed=dict(qk_norm=True), required=dict(scoring_func=None),
+        harmless='scoring_func'),
     'exaone_moe': like(
         DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
         fields=dict(NO_BIAS, n_expert='num_experts', n_shared_expert='num_shared_experts'),
-        ours=dict(qk_norm=True),
+        fixed=dict(qk_norm=True),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
         rules=(MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
         DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
         fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
                     **NO_BIAS),
-        theirs=dict(score_func='sigmoid', route_norm=True),
-        harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm '
-                 'global_attn_every_n_layers',  # which is read
-        ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
+        required=dict(score_func='sigmoid', route_norm=True),
+        harmless='n_group topk_group',
+        fixed=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
         names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
                'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
         rules=(LOCAL_ROPE, converted(
@@ -1022,28 +988,26 @@ FAMILIES = {  # by model_type
     'hy_v3': like(
         DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
         fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
-        harmless='n_group topk_group enable_moe_fp32_combine',
-        ours=dict(qk_norm=True),
+        harmless='n_group topk_group',
+        fixed=dict(qk_norm=True),
         names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
         rules=(MLP_TYPES,)),
     'minimax_m2': like(
         MIXTRAL, 'MiniMaxM2ForCausalLM', layers='L',
-        ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True,
+        fixed=dict(qk_norm='whole', router='sigmoid', balance_bias=True,
                   partial_rotary_factor=1.0),
-        theirs=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
+        required=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
                     use_routing_bias=True),
-        harmless='attn_type_list use_mtp num_mtp_modules',
         names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
         rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
     'ernie4_5_moe': like(
         MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L',
         fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
                     n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
-        ours=dict(tie_word_embeddings=True, balance_bias=True),
-        theirs=dict(moe_layer_interval=1),
+        fixed=dict(balance_bias=True),
+        required=dict(moe_layer_interval=1),
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
-        rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW},
-        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie),)),
+        rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}),
     'glm4_moe_lite': like(DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', rules=(WRITE_LATENT, MLP_TYPES)),
     'deepseek_v32': DEEPSEEK_V32,
     'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
@@ -1052,7 +1016,7 @@ FAMILIES = {  # by model_type
         GRANITE_MOE, 'GraniteMoeSharedForCausalLM', names=GRANITE_SHARED,
         rules=(LOGITS_SCALING, shared_width('shared_intermediate_size'))),
     'hunyuan_v1_moe': like(
-        HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(n_shared_expert=1),
+        HUNYUAN, 'HunYuanMoEV1ForCausalLM', fixed=dict(n_shared_expert=1),
         fields=dict(n_expert='num_experts', n_expert_active='moe_topk'),
         names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
         rules=(*HUNYUAN.rules, Rule({}, read_topk))),
@@ -1060,7 +1024,7 @@ FAMILIES = {  # by model_type
     'llama4_text': like(
         BASE, 'Llama4ForCausalLM', exports=False,
         fields=dict(EXPERTS, d_ff='intermediate_size_mlp'),
-        ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
+        fixed=dict(qk_norm='unit', n_shared_expert=1, router='sigmoid',
                   norm_topk_prob=False, expert_input_scale=True),
         names={'mlp.c_fc': 'feed_forward.gate_proj feed_forward.up_proj',
                'mlp.c_proj': 'feed_forward.down_proj', 'mlp.router': 'feed_forward.router',
@@ -1071,14 +1035,14 @@ FAMILIES = {  # by model_type
         rows=INTERLEAVED,
         layouts=TRANSPOSED_EXPERTS,
         rules=(*NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
-                                  attention_chunk_size=8192, use_qk_norm=True), read_llama4),
+                                  use_qk_norm=True), read_llama4),
                every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E', 1),
                listed('expert_pattern', 'moe_layers', 'E', 'D'))),
     'kimi_k2': like(DEEPSEEK_V3, exports=False),  # nor this one
     'flex_olmo': FLEX_OLMO,
     'olmoe': like(
         FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names, fields=same('clip_qkv'),
-        ours=dict(norm_placement='pre')),
+        fixed=dict(norm_placement='pre')),
 }
 # of these the first that computes the same is what a model of no family is written as
 SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepseek_v3', 'bloom', 'falcon',
@@ -1095,7 +1059,10 @@ PLAIN_ACTIVATIONS = {
     **same('gelu relu relu2 silu xielu'), 'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh',
     'gelu_fast': 'gelu_tanh'}
 HARMLESS = '''
-    _* architectures attention_softmax_in_fp32 attention_types attn_config attn_impl* attn_output_gate
+    _* architectures attn_layer_indices attn_type_list decoder_sparse_step enable_moe_fp32_combine
+    global_attn_every_n_layers load_balance_coeff moe_layer_end_index num_expert_groups num_limited_groups
+    num_mtp_modules tie_embedding use_grouped_mm use_mtp
+    attention_softmax_in_fp32 attention_types attn_config attn_impl* attn_output_gate
     auto_map *aux_loss* bias_dropout_fusion *cache* *checkpointing *chunk_size classifier_* *dropout* dtype
     ep_size ff_factor flash_attn full_attention_interval head_dim hidden_act hidden_size id2label
     inference_rope_* init_config init_device init_std initial_context_length *initializer_range
@@ -1120,22 +1087,24 @@ HARMLESS = '''
 # config.json ------------------------------------------------------------------------------------------------
 
 def config_from_hf(c):
-    """config.json, old or new -> GPTConfig. Raises ValueError that names all that is unsupported."""
+    """config.json, old or new -> GPTConfig. Raises ValueError that names everything unsupported."""
     c = text_config(c)
-    c = c.get('attn_config', {}) | c  # MPT's
+    c = c.get('attn_config', {}) | c  # MPT nests these fields
     family = family_of(c.get('model_type'))
-    known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
-    for defaults in family.defaults, *(rule.theirs for rule in family.rules):
-        c = defaults | c
-        known = [*known, *defaults]
-    args = dict(family.ours)
+    defaults = dict(family.defaults)
+    for rule in family.rules:
+        defaults |= rule.defaults
+    c = defaults | c
+    args = dict(family.fixed)
     for ours, theirs in family.fields.items():
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
-        if isinstance(family.ours.get(ours), bool):  # theirs knows no third value
+        if isinstance(family.fixed.get(ours), bool):  # transformers has no third value, as 'rotated' would be
             args[ours] = bool(args[ours])
-    wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
+    wrong = {name: c[name] for name, value in family.required.items() if c.get(name) not in (None, value)}
+    names = ' '.join((HARMLESS, family.harmless, *family.fields.values()))
+    known = [*defaults, *family.required, *names.split()]
     unknown = {name: value for name, value in c.items() if value
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
     refuse(c, **wrong, **unknown)
@@ -1146,11 +1115,9 @@ def config_from_hf(c):
         rule.read(c, args)
     if args.get('n_group', 1) == 1:
         args.update(n_group=None, topk_group=None)
-    if 'expert_pattern' in args:  # names each layer
+    if 'expert_pattern' in args:  # it decides about each layer
         args.pop('n_dense_layer', None)
-    needed = {'vocab_size', 'n_layer', 'n_head', 'n_embd'}
-    if 'E' in args.get('expert_pattern', 'E'):
-        needed |= {'n_expert', 'n_shared_expert'}
+    needed = {'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_expert', 'n_shared_expert'}
     refuse(c, **{family.fields[ours]: None for ours in needed & family.fields.keys() - args.keys()})
     args = {name: value for name, value in args.items() if value is False or value != 0}  # 0: none
     return GPTConfig(**args)
@@ -1165,7 +1132,7 @@ def family_of(kind):
 
 
 def text_config(c):
-    """The part of a config.json that is about text, if the model reads images too."""
+    """The part of a config.json that describes the text model, if the model also reads images."""
     if 'text_config' not in c:
         return c
     outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
@@ -1177,21 +1144,21 @@ def activations_of(family):
 
 
 def read_rope(c, args):
-    """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
-    takes rope_scaling alone (modeling_rope_utils, 5.23)."""
+    """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. If both are given,
+    transformers uses only rope_scaling (modeling_rope_utils, 5.23)."""
     given = c.get('rope_scaling') or c.get('rope_parameters') or {}
-    own = args.pop('local', None)
-    if own is None and 'full_attention' in given:
+    local = args.pop('local', None)
+    if local is None and 'full_attention' in given:
         refuse(c, rope_parameters=given)
     args.update(rope_fields(given.get('full_attention', given), c, args))
-    if own is not None:
-        base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
+    if local is not None:
+        base = c.get('rope_local_base_freq') or local.get('rope_base', args['rope_base'])
         given = c.get('rope_parameters') or given
         args['local'] = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
 
 
 def rope_fields(given, c, args):
-    """One rotation, without mrope: for text all its positions are equal."""
+    """One rotation -> our fields. mrope_* is ignored, because its positions are all equal for text."""
     older = {'rope_theta': c.get('rope_theta') or c.get('rotary_emb_base'),
              'partial_rotary_factor': c.get('partial_rotary_factor') or c.get('rotary_pct')}
     rope = {name: value for name, value in (older | given).items()
@@ -1217,7 +1184,7 @@ OLDER_LOCAL = 'gemma3_text', 'olmo3'  # families with two rotations that transfo
 
 
 def write_rope(config, c):
-    ours = FAMILIES[c['model_type']].ours
+    fixed = FAMILIES[c['model_type']].fixed
     both = {}
     for kind, local in ('full_attention', {}), ('sliding_attention', config.local or {}):
         fields = vars(config) | local
@@ -1225,13 +1192,13 @@ def write_rope(config, c):
                              **(fields['rope_scaling'] or {})}
         if rope['rope_type'] == 'ntk':
             raise ValueError("transformers has no rope_scaling of rope_type 'ntk'")
-        if rope['rope_type'] == 'dynamic':  # there of max_position_embeddings
+        if rope['rope_type'] == 'dynamic':  # transformers uses max_position_embeddings
             del rope['original_max_position_embeddings']
-        if 'partial_rotary_factor' in ours:
+        if 'partial_rotary_factor' in fixed:
             rope['partial_rotary_factor'] = fields['partial_rotary_factor']
     rope = both['full_attention']
-    c['rope_parameters'] = both if 'local' in ours else rope
-    if 'local' not in ours or c['model_type'] in OLDER_LOCAL:  # transformers 4 reads these instead
+    c['rope_parameters'] = both if 'local' in fixed else rope
+    if 'local' not in fixed or c['model_type'] in OLDER_LOCAL:  # transformers 4 reads these instead
         c.update(rope_theta=config.rope_base, rope_scaling=rope if config.rope_scaling else None)
         outside = 'partial_rotary_factor', 'original_max_position_embeddings'
         c.update({name: rope[name] for name in outside if name in rope})
@@ -1251,8 +1218,8 @@ def read_layers(c, args, family):
     if len({*layers}) > 1 and c.get('layer_types'):
         letters = {LAYER_TYPES[one]: one for one in layers}
         layers = ''.join(letters.get(FIRST_TYPES.get(one, one), '?') for one in c['layer_types'])
-    elif 'max_window_layers' in family.defaults:  # counts first layers without a window
-        layers = 'L' * (c['max_window_layers'] or 0) + 'S' * args['n_layer']
+    elif len({*layers}) > 1 and 'max_window_layers' in c:  # the number of first layers without a window
+        layers = 'L' * (c['max_window_layers']) + 'S' * args['n_layer']
     elif isinstance(period, int):
         layers = layers[0] * (period - 1) + 'L'
     layers = layers[:args['n_layer']]
@@ -1265,7 +1232,7 @@ def read_layers(c, args, family):
 def write_layers(config, c, family):
     if 'S' in family.layers:
         size = config.window
-        if size is None and 'L' in family.layers:  # a number is expected
+        if size is None and 'L' in family.layers:  # transformers expects a number
             size = config.block_size
         c.update(sliding_window=size, use_sliding_window=config.window is not None, max_window_layers=0)
     if len({*family.layers}) > 1:
@@ -1274,22 +1241,26 @@ def write_layers(config, c, family):
                             for i in range(config.n_layer)]
 
 
+NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # on one document, after training
+             'bias', 'n_dense_layer', 'window')  # other fields say the same
+
+
 def canonical(config):
-    """What a config computes for one document, however it is written: {field: value}, without fields that
-    have no effect."""
+    """What a config computes for one document, in whatever way it was given: {field: value} without fields
+    that have no effect. A field that is not mentioned here counts as it is."""
     layers = range(config.n_layer)
-    written = {name: letters(config, name) for name in ('expert_pattern', 'pos_pattern', 'mixer_pattern')}
-    trained = 'dropout', 'mtp', 'balance_per_sequence', 'document_token'
-    values = {**vars(config), **dict.fromkeys((*trained, 'bias', 'n_dense_layer', 'window')), **written,
+    patterns = {name: letters(config, name) for name, value in vars(config).items()
+                if name.endswith('_pattern') and value}
+    values = {**vars(config), **patterns,
               'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
                                  for i in layers],
               'local': [[getattr(config.at(i), name) for name in LOCAL] for i in layers],
               'attn_scale': [round(scale(config.at(i)), 9) for i in layers],
               'logit_scale': round(config.logit_scale, 9),
-              'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
+              'd_ff': config.d_ff if 'D' in patterns['expert_pattern'] else None}
     known = declared(ROOT / 'model.py')
     return {name: value for name, value in values.items()
-            if not unmet(known[name].rules, {}, vars(config))}
+            if name not in NO_EFFECT and not unmet(known[name].rules, {}, vars(config))}
 
 
 def write_config(config, kind):
@@ -1298,7 +1269,7 @@ def write_config(config, kind):
     if not family.exports:
         raise ValueError(f"{kind} models are only read")
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
-         'eos_token_id': None, **family.theirs}
+         'eos_token_id': None, **family.required}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
     for ours, theirs in family.fields.items():
         value = getattr(config, ours)
@@ -1310,7 +1281,7 @@ def write_config(config, kind):
         if value is not None or ours in OFF:  # else no layer has it
             c[theirs.split()[0]] = value
     write_layers(config, c, family)
-    if config.pos == 'rope' and family.ours.get('pos', 'rope') == 'rope':
+    if config.pos == 'rope' and family.fixed.get('pos', 'rope') == 'rope':
         write_rope(config, c)
     for rule in family.rules:
         rule.write(config, c)
