@@ -1,4 +1,4 @@
-"""Tests of zoo/weights.py: adapters, eight bits."""
+"""Tests of zoo/weights.py: adapters and int8 weights."""
 import pytest
 import torch
 
@@ -10,7 +10,7 @@ from zoo import weights
 
 @pytest.mark.parametrize('options, targets', [
     (dict(bias=True, n_kv_head=2, attn_gate=True), ['c_attn', 'c_proj', 'c_fc']),
-    ({**MLA, 'q_lora_rank': 8}, ['attn.c_attn', 'c_q', 'c_kv', 'attn.c_proj']),  # c_kv is never called
+    ({**MLA, 'q_lora_rank': 8}, ['attn.c_attn', 'c_q', 'c_kv', 'attn.c_proj']),  # c_kv is read, never called
     (dict(n_expert=4, n_shared_expert=1, d_expert=8), ['router', 'shared.c_fc', 'c_attn']),
     (dict(mixer_pattern='DA'), ['c_attn', '1.attn.c_proj', 'c_proj'])], ids=str)
 def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
@@ -32,7 +32,7 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     expected = model(idx).detach()
     near(feed(model, idx, [9, 1, 6], model.make_cache(2, 16)).detach(), expected, 2e-5)
     for name, a in adapters.items():
-        if name.endswith('lora_a'):  # W + alpha / rank B A, by hand
+        if name.endswith('lora_a'):  # W + alpha / rank * B A
             before[name.removesuffix('lora_a') + 'weight'] += 6 / 3 * adapters[name[:-1] + 'b'] @ a
     weights.merge_lora(model)
     torch.testing.assert_close(dict(model.state_dict()), before, atol=1e-6, rtol=1e-5)
@@ -51,7 +51,7 @@ def test_eight_bits_stand_for_their_weights(dtype):
 
 
 class Outward(flat.Attention):
-    def forward(self, x, context):  # multiplies by a weight itself
+    def forward(self, x, context):  # reads a weight
         return super().forward(x, context) + x @ self.c_proj.weight.type_as(x)
 
 
@@ -61,5 +61,5 @@ def test_a_mixer_that_reads_a_weight_fails_in_8_bits(monkeypatch):
     idx = tokens(model, 2, 12)
     model(idx)
     weights.quantize_weights(model, torch.float32)
-    with pytest.raises(TypeError, match='in 8 bits: call its layer'):
+    with pytest.raises(TypeError, match='int8: call its layer'):
         model(idx)

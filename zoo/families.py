@@ -1,11 +1,9 @@
 """
-The published model families: how transformers writes each family's config.json and names its tensors.
-`python zoo/hub.py families` prints them. To add a family, add an entry to FAMILIES: see Family.
+The published model families. `python zoo/hub.py families` lists them. To add one, add an entry to FAMILIES.
 """
 import collections
 import fnmatch
 import itertools
-import math
 import re
 import typing
 
@@ -20,33 +18,30 @@ class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
     To add a family, start from the nearest one (`like`) and give the names of fields and tensors that differ.
-    A field that needs more than a name needs a Rule; `converted`, `worded`, `listed` and `every` make the
-    usual ones. A tensor that is stored differently needs an entry in `rows` (see `ordered`) or `layouts`.
-    A tensor's name may be a function of the config; 'D.attn.c_attn' applies only to layers of mixer D.
-    A config.json with a field that no table mentions raises an error that names the field.
-    tests/test_hub.py compares each family with transformers; its options are in VARIANTS there.
+    Use a Rule for a field that needs more than a name (see `converted` and the functions after it), and
+    `rows` (see `ordered`) or `layouts` for a tensor that is stored differently. A config.json with a field
+    that no table mentions is an error. tests/test_hub.py compares each family with transformers.
     """
     arch: str                   # the class in transformers
     fields: dict                # GPTConfig's field: config.json's; of several names, the first one given
     fixed: dict                 # values of GPTConfig's fields if config.json does not give them
-    names: dict                 # our module or tensor: transformers'; several names split its rows in order
-    layer: str                  # prefix of the names inside block N; may be a function (config, N, our name).
-    #                             In names, E is the number of an expert
+    names: dict                 # our module or tensor: transformers' names (or a function of the config),
+    #                             which split its rows in order. E: number of an expert. The key
+    #                             'D.attn.c_attn' applies only to layers of mixer D
+    layer: str                  # prefix of the names inside block N, or a function (config, N, our name)
     required: dict = {}         # the only supported values of config.json's fields
-    defaults: dict = {}         # values of config.json's fields that are not given
-    rules: tuple = ()           # Rules
-    rows: dict = {}             # our module or tensor, if its rows are stored in another order: a function
-    #                             (config, row numbers of each fused projection) -> our rows in each tensor
+    rules: tuple = ()
+    rows: dict = {}             # our module or tensor: a function (config, row numbers of each fused
+    #                             projection) -> row numbers in each stored tensor
     layouts: dict = {}          # our tensor: Layout
     harmless: str = ''          # patterns of config.json's fields that change nothing
-    layers: str = 'L'           # letters of LAYER_TYPES, repeated; config.json's layer_types may give another
-    #                             order if there are several
+    layers: str = 'L'           # letters of LAYER_TYPES, repeated, unless config.json has layer_types
     exports: bool = True        # False: this family can only be read
 
 
 class Rule(typing.NamedTuple):
     """Fields of config.json that need more than a name."""
-    defaults: dict              # the fields: their values if not given
+    defaults: dict              # the fields: their default values
     read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields so far): sets the latter
     write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far): sets the latter
 
@@ -77,7 +72,7 @@ def renamed(family, pattern, new):
 
 
 def refuse(c, **fields):
-    """Raises ValueError that names these fields of a config.json, if there are any."""
+    """Raises ValueError if there are fields."""
     if fields:
         given = ', '.join(f"{name}={value!r:.80}" for name, value in fields.items())
         raise ValueError(f"{c['model_type']} with {given} is unsupported")
@@ -104,7 +99,7 @@ def interleaved(rows):
 
 
 def heads_interleaved(rows, width, begin, end):
-    """Interleaves rows begin to end, which rotate, of each head of this width."""
+    """Interleaves the rows from begin to end in each head."""
     heads = rows.view(-1, width).clone()
     heads[:, begin:end] = interleaved(heads[:, begin:end])
     return heads.flatten()
@@ -121,8 +116,8 @@ def rows_swapped(config, q, k, v):
 
 
 def ordered(ours, *stored, groups=None):
-    """A function for `rows`. ours: one letter per projection; stored: the letters in each stored tensor;
-    groups: the field that counts the groups, each of which has its share of every projection."""
+    """A function for Family.rows. ours: one letter per projection; stored: the letters in each stored tensor;
+    groups: the field with the number of groups, if each group has a share of every projection."""
     def rows(config, *parts):
         named = dict(zip(ours, parts))
         return [shares(getattr(config, groups) if groups else 1, *map(named.get, one)) for one in stored]
@@ -130,7 +125,7 @@ def ordered(ours, *stored, groups=None):
 
 
 def rows_codegen(config, *qkv):
-    """Queries, values, keys of each quarter of the heads."""
+    """Each quarter of the heads has its queries, values, keys."""
     q, k, v = rows_interleaved(config, *qkv)
     return [shares(4, q, v, k)]
 
@@ -142,14 +137,14 @@ def rows_latent_query(config, query):
 
 
 def rows_latent_in(config, query, latent, key):
-    """The query, which may be compressed; the latent together with the rotary key."""
+    """The query is one tensor; the latent and the rotary key are another."""
     if config.q_lora_rank is None:
         query, = rows_latent_query(config, query)
     return [query, torch.cat((latent, interleaved(key)))]
 
 
 def rows_convolution(config, rows):
-    """One tensor each for the channels of queries, keys and values."""
+    """Queries, keys and values have separate tensors."""
     keys = config.linear_n_key_head * config.linear_key_head_dim
     return rows.tensor_split([keys, 2 * keys])
 
@@ -163,8 +158,8 @@ def rows_mamba_convolution(config, rows):
 # fields of config.json that need more than a name -----------------------------------------------------------
 
 def converted(ours, theirs, read, write, default=None):
-    """The Rule of a field with another unit. read: (config.json's value, GPTConfig's fields so far) -> ours;
-    write: GPTConfig -> config.json's value."""
+    """The Rule of a field with other values. read: (their value, GPTConfig's fields so far) -> our value;
+    write: GPTConfig -> their value."""
     def read_value(c, args):
         if c[theirs] is not None:
             args[ours] = read(c[theirs], args)
@@ -172,7 +167,7 @@ def converted(ours, theirs, read, write, default=None):
 
 
 def shared_width(theirs):
-    """The Rule of the total width of the shared experts; 0: there are none."""
+    """The Rule of a field with the width of all shared experts together."""
     return converted('n_shared_expert', theirs,
                      lambda width, args: width and width // args['d_expert'],
                      lambda config: (config.n_shared_expert or 0) * (config.d_expert or 0), 0)
@@ -248,7 +243,7 @@ def write_deepseek_v2(config, c):
 
 
 def read_indexer(c, args):
-    """An indexer chooses index_topk tokens to attend to; in a shorter context it chooses all."""
+    """The indexer chooses index_topk tokens to attend to, so shorter contexts need no indexer."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
@@ -285,11 +280,6 @@ def read_kimi_linear(c, args):
                     linear_conv_kernel_dim=linear['short_conv_kernel_size'])
 
 
-def check_mamba(c, args):
-    if c['time_step_limit'] not in (None, [0, math.inf], [0, {'__float__': 'Infinity'}]):
-        refuse(c, time_step_limit=c['time_step_limit'])
-
-
 def read_granite_hybrid(c, args):
     if c['position_embedding_type'] != 'rope':
         args['pos'] = 'none'
@@ -305,7 +295,7 @@ def write_granite_hybrid(config, c):
              num_local_experts=config.n_expert or 0, shared_intermediate_size=shared or config.d_ff)
 
 
-NEMOTRON_LAYERS = {  # transformers' words, or the letters in older files: our letters
+NEMOTRON_LAYERS = {  # words, or letters in older files: our letters
     'M': 'B', '*': 'A', '-': 'D', 'E': 'E', 'linear_attention': 'B', 'full_attention': 'A', 'mlp': 'D',
     'moe': 'E'}
 
@@ -323,14 +313,14 @@ def read_nemotron_h(c, args):
 def write_nemotron_h(config, c):
     if config.n_expert and (config.mlp_bias or not config.n_shared_expert):
         raise ValueError('the experts of Nemotron-H have no bias, and one shared expert')
-    c['time_step_min'] = 0.0  # transformers applies it in a prefill, but not in a decode step
+    c['time_step_min'] = 0.0  # transformers applies it only in a prefill
     words = {ours: word for word, ours in NEMOTRON_LAYERS.items()}
     kinds = zip(letters(config, 'mixer_pattern'), letters(config, 'expert_pattern'))
     c['layers_block_type'] = [words.get(kind) for block in kinds for kind in block if kind != 'N']
 
 
 def nemotron_layer(config, layer, name):
-    """The prefix of a name inside a block: the mixer and the MLP count as separate layers."""
+    """Family.layer: the mixer and the MLP count as separate layers."""
     at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
     return f'backbone.layers.{at}.'
 
@@ -340,8 +330,8 @@ def read_gemma(c, args):
 
 
 def read_gemma4(c, args):
-    """Layers without a window have heads of another width; the last layer never has a window. An MLP next
-    to the experts is a shared expert."""
+    """Layers without a window have other heads; the last layer never has a window. An MLP next to experts is
+    a shared expert."""
     if pattern := args.get('window_pattern'):
         args['window_pattern'] = (pattern * args['n_layer'])[:args['n_layer'] - 1] + 'L'
     full = dict(head_dim=c['global_head_dim'], num_key_value_heads=c['num_global_key_value_heads'])
@@ -391,9 +381,7 @@ def write_rope_where_short(config, c):
 
 
 def read_ministral3(c, args):
-    scaling = args['rope_scaling'] or {}
-    if 'llama_4_scaling_beta' not in scaling:
-        refuse(c, rope_parameters=c.get('rope_parameters'))
+    scaling = args['rope_scaling']
     scaling.pop('max_position_embeddings', None)
     args.pop('partial_rotary_factor', None)  # qk_rope_head_dim says the same
     args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
@@ -405,7 +393,7 @@ def write_ministral3(config, c):
 
 
 def read_layer_rope(c, args):
-    """One base per layer, 0 for layers without rotation; all other layers must have the same base."""
+    """One base per layer; 0 means no rotation. Only one other value is supported."""
     bases = c['layer_rope_theta'] or [args['rope_base']]
     args['rope_base'], = {*bases} - {0} or {args['rope_base']}
     args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
@@ -485,7 +473,7 @@ MIXTRAL = like(
 QWEN_EXPERTS = dict(
     n_expert='num_experts num_local_experts', n_expert_active='num_experts_per_tok',
     d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
-FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all experts in one
+FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # one tensor for all experts
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
@@ -503,7 +491,7 @@ QWEN3_NEXT = like(
         same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
         linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads'),
     fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
-    required=dict(hidden_act='silu'),  # the convolution's activation as well
+    required=dict(hidden_act='silu'),  # the convolution uses it too
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
            'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
@@ -525,7 +513,7 @@ DEEPSEEK_EXPERTS = like(
     fixed=dict(router='sigmoid', balance_bias=True),
     required=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'))
 LATENT = dict(
-    fixed=dict(latent_norm_eps=1e-6),  # it does not depend on rms_norm_eps
+    fixed=dict(latent_norm_eps=1e-6),  # not rms_norm_eps
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
     required=dict(rope_interleave=True),
@@ -571,7 +559,7 @@ FALCON = like(
                      num_ln_in_parallel_attn=None),
                 read_falcon, write_falcon),))
 
-GPT = like(  # with the weights of linear layers as all others have them
+GPT = like(  # without GPT-2's transposed weights
     BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, fixed=dict(pos='learned', embed_norm=False),
     required=dict(scale_attn_weights=True),
     fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
@@ -661,7 +649,6 @@ LFM2 = like(
            'mlp.c_proj': 'feed_forward.w2'},
     rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256),
                 read_lfm2, write_lfm2), listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')))
-TIME_STEPS = Rule(dict(time_step_limit=None), check_mamba)
 MAMBA = dict(
     names={'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
            'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
@@ -673,16 +660,16 @@ MAMBA = dict(
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
                 linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
                 linear_conv_bias='mamba_conv_bias'),
-    rules=(TIME_STEPS, converted(
+    rules=(converted(
         'linear_value_head_dim', 'mamba_expand',
         lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
-        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2)))
+        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2),))
 BAMBA = like(
     like(LLAMA, **MAMBA), 'BambaForCausalLM', fixed=dict(partial_rotary_factor=0.5, mixer_pattern='B'),
     names={**renamed(LLAMA, 'mlp', 'feed_forward'), 'ln_2': 'pre_ff_layernorm',
            'ln_f': 'model.final_layernorm'},
     rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A', 'B')))
-FAMILIES = {  # by model_type
+FAMILIES = {  # model_type: Family
     'qwen3': QWEN3,
     'llama': LLAMA,
     'mistral': MISTRAL,
@@ -730,8 +717,9 @@ FAMILIES = {  # by model_type
         GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', fixed=dict(
             qk_norm=True, rope_base=1e6, local={'rope_base': 1e4}),
         required=dict(use_bidirectional_attention=False),
-        defaults=dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
-                      sliding_window=4096, max_position_embeddings=131072)),  # not given in published files
+        rules=(*GEMMA2.rules, Rule(dict(  # published files lack these
+            vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+            sliding_window=4096, max_position_embeddings=131072)))),
     'gemma4_text': GEMMA4,
     'gemma4_unified_text': like(GEMMA4, 'Gemma4UnifiedForCausalLM'),
     'lfm2': LFM2,
@@ -774,14 +762,13 @@ FAMILIES = {  # by model_type
                    tie_word_embeddings=False),
         required=dict(use_bias=False, mamba_hidden_act='silu'),
         harmless='attention_bias n_shared_experts topk_method expand',
-        defaults=dict(num_hidden_layers=0),
         names={**renamed(BAMBA, 'mamba|self_attn|mlp|feed_forward', 'mixer'),
                'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
                'mlp.c_fc': 'mixer.up_proj',
                'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
                'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
-        rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None),
-                    read_nemotron_h, write_nemotron_h), TIME_STEPS,
+        rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, num_hidden_layers=0),
+                    read_nemotron_h, write_nemotron_h),
                shared_width('moe_shared_expert_intermediate_size'))),
     'kimi_linear': like(
         DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM',
@@ -865,14 +852,14 @@ FAMILIES = {  # by model_type
     'ernie4_5': like(
         MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED),
     'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None),
-                   rows=INTERLEAVED, exports=False),  # its heads must be as wide as the stream
+                   rows=INTERLEAVED, exports=False),  # n_head * head_dim must be n_embd
     'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias')),
     'internlm3': LLAMA,
-    'iquestcoder': like(LLAMA, exports=False),  # transformers does not know it
+    'iquestcoder': like(LLAMA, exports=False),  # transformers does not have it
     'ministral': like(MISTRAL, 'MinistralForCausalLM', layers='SL'),
     'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
     'mistral4': like(
-        DEEPSEEK_V3, 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not know it
+        DEEPSEEK_V3, 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not have it
         fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
         required=dict(scoring_func='softmax'),
         rules=(LENGTH_SCALE,)),
@@ -921,7 +908,7 @@ FAMILIES = {  # by model_type
                   fixed=dict(LAYERNORM)),
     'apertus': like(
         ARCEE, 'ApertusForCausalLM', required=dict(qk_norm=True),
-        exports=False,  # whose files have constants too
+        exports=False,  # its files also need constants
         fixed=dict(qk_norm=True),
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
                'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'}),
@@ -1038,22 +1025,22 @@ FAMILIES = {  # by model_type
                                   use_qk_norm=True), read_llama4),
                every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E', 1),
                listed('expert_pattern', 'moe_layers', 'E', 'D'))),
-    'kimi_k2': like(DEEPSEEK_V3, exports=False),  # nor this one
+    'kimi_k2': like(DEEPSEEK_V3, exports=False),  # transformers does not have it
     'flex_olmo': FLEX_OLMO,
     'olmoe': like(
         FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names, fields=same('clip_qkv'),
         fixed=dict(norm_placement='pre')),
 }
-# of these the first that computes the same is what a model of no family is written as
+# a model that has no family is exported as the first of these that computes the same
 SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepseek_v3', 'bloom', 'falcon',
           'gpt2', 'qwen3_5_text', 'youtu', 'glm4_moe')
-LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
+LAYER_TYPES = {  # letter of our mixer; attention is S with a window, L without
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
-FIRST_TYPES = {'mamba': 'linear_attention', 'attention': 'full_attention'}  # as Granite 4 was published
-# theirs, where ours are None or 0
+FIRST_TYPES = {'mamba': 'linear_attention', 'attention': 'full_attention'}  # in files of Granite 4
+# GPTConfig's field: transformers' value if ours is None or 0
 OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_qkv=None, q_lora_rank=None)
-GATED_ACTIVATIONS = {  # theirs: ours
+GATED_ACTIVATIONS = {  # transformers' name: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
     **same('gelu relu relu2 silu xielu'), 'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh',
@@ -1074,14 +1061,14 @@ HARMLESS = '''
     output_hidden_states output_router_logits partial_rotary_factor *_pdrop pretraining_tp qk_head_dim
     reorder_and_* rescale_prenorm_residual residual_in_fp32 return_dict rope_interleave rope_local_base_freq
     rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise seq_aux
-    skip_bias_add* *sliding_window* slow_but_exact summary_* task_* time_step_floor time_step_max
-    time_step_min *_token *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version
+    skip_bias_add* *sliding_window* slow_but_exact summary_* task_* time_step_*
+    *_token *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version
     use_double_wide_mlp use_mamba_kernels verbose vocab_size_per_layer_input z_loss_coefficient
     full_attn_mod inference_runner interpolate_factor layer_switch max_batch_size model_max_length
     order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
     scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
     use_parallel_block use_parallel_embedding validate_runner_input word_embed_proj_dim
-'''  # fields of any config.json that change nothing here, or are read below
+'''  # fields of any config.json that change nothing, or that the functions below read
 
 
 # config.json ------------------------------------------------------------------------------------------------
@@ -1091,7 +1078,7 @@ def config_from_hf(c):
     c = text_config(c)
     c = c.get('attn_config', {}) | c  # MPT nests these fields
     family = family_of(c.get('model_type'))
-    defaults = dict(family.defaults)
+    defaults = {}
     for rule in family.rules:
         defaults |= rule.defaults
     c = defaults | c
@@ -1100,7 +1087,7 @@ def config_from_hf(c):
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
-        if isinstance(family.fixed.get(ours), bool):  # transformers has no third value, as 'rotated' would be
+        if isinstance(family.fixed.get(ours), bool):  # transformers has no third value
             args[ours] = bool(args[ours])
     wrong = {name: c[name] for name, value in family.required.items() if c.get(name) not in (None, value)}
     names = ' '.join((HARMLESS, family.harmless, *family.fields.values()))
@@ -1115,11 +1102,11 @@ def config_from_hf(c):
         rule.read(c, args)
     if args.get('n_group', 1) == 1:
         args.update(n_group=None, topk_group=None)
-    if 'expert_pattern' in args:  # it decides about each layer
+    if 'expert_pattern' in args:  # it includes the dense layers
         args.pop('n_dense_layer', None)
     needed = {'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_expert', 'n_shared_expert'}
     refuse(c, **{family.fields[ours]: None for ours in needed & family.fields.keys() - args.keys()})
-    args = {name: value for name, value in args.items() if value is False or value != 0}  # 0: none
+    args = {name: value for name, value in args.items() if value is False or value != 0}
     return GPTConfig(**args)
 
 
@@ -1132,7 +1119,7 @@ def family_of(kind):
 
 
 def text_config(c):
-    """The part of a config.json that describes the text model, if the model also reads images."""
+    """The text model's part of a config.json whose model also reads images."""
     if 'text_config' not in c:
         return c
     outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
@@ -1144,7 +1131,7 @@ def activations_of(family):
 
 
 def read_rope(c, args):
-    """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. If both are given,
+    """Sets the fields of rotations. If config.json has rope_parameters and the older rope_scaling,
     transformers uses only rope_scaling (modeling_rope_utils, 5.23)."""
     given = c.get('rope_scaling') or c.get('rope_parameters') or {}
     local = args.pop('local', None)
@@ -1158,7 +1145,7 @@ def read_rope(c, args):
 
 
 def rope_fields(given, c, args):
-    """One rotation -> our fields. mrope_* is ignored, because its positions are all equal for text."""
+    """One rotation -> GPTConfig's fields. mrope_* has no effect on text."""
     older = {'rope_theta': c.get('rope_theta') or c.get('rotary_emb_base'),
              'partial_rotary_factor': c.get('partial_rotary_factor') or c.get('rotary_pct')}
     rope = {name: value for name, value in (older | given).items()
@@ -1180,7 +1167,7 @@ def rope_fields(given, c, args):
     return found
 
 
-OLDER_LOCAL = 'gemma3_text', 'olmo3'  # families with two rotations that transformers 4 has
+OLDER_LOCAL = 'gemma3_text', 'olmo3'  # families with two rotations in transformers 4
 
 
 def write_rope(config, c):
@@ -1207,7 +1194,7 @@ def write_rope(config, c):
 
 
 def read_layers(c, args, family):
-    """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
+    """Sets window, window_pattern and mixer_pattern."""
     size = c.get('sliding_window')
     layers = family.layers
     period = (c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
@@ -1218,7 +1205,7 @@ def read_layers(c, args, family):
     if len({*layers}) > 1 and c.get('layer_types'):
         letters = {LAYER_TYPES[one]: one for one in layers}
         layers = ''.join(letters.get(FIRST_TYPES.get(one, one), '?') for one in c['layer_types'])
-    elif len({*layers}) > 1 and 'max_window_layers' in c:  # the number of first layers without a window
+    elif len({*layers}) > 1 and 'max_window_layers' in c:  # number of first layers without a window
         layers = 'L' * (c['max_window_layers']) + 'S' * args['n_layer']
     elif isinstance(period, int):
         layers = layers[0] * (period - 1) + 'L'
@@ -1246,8 +1233,8 @@ NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # on o
 
 
 def canonical(config):
-    """What a config computes for one document, in whatever way it was given: {field: value} without fields
-    that have no effect. A field that is not mentioned here counts as it is."""
+    """{field: value} without fields that have no effect: equal if two configs compute the same for one
+    document. A new field of GPTConfig counts as it is."""
     layers = range(config.n_layer)
     patterns = {name: letters(config, name) for name, value in vars(config).items()
                 if name.endswith('_pattern') and value}
@@ -1271,14 +1258,10 @@ def write_config(config, kind):
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.required}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
+    values = vars(config) | {'attn_scale': scale(config), 'mlp': activations.get(config.mlp)}
     for ours, theirs in family.fields.items():
-        value = getattr(config, ours)
-        if ours == 'attn_scale':
-            value = scale(config)
-        if ours == 'mlp':
-            value = activations.get(value)
-        value = value or OFF.get(ours, value)
-        if value is not None or ours in OFF:  # else no layer has it
+        value = values[ours] or OFF.get(ours, values[ours])
+        if value is not None or ours in OFF:
             c[theirs.split()[0]] = value
     write_layers(config, c, family)
     if config.pos == 'rope' and family.fixed.get('pos', 'rope') == 'rope':
@@ -1290,14 +1273,14 @@ def write_config(config, kind):
 
 def config_to_hf(config, kinds=SHAPES):
     """GPTConfig -> config.json of the first of these families that computes the same. Raises ValueError that
-    names what the nearest lacks."""
+    names what the nearest family lacks."""
     ours = canonical(config)
     nearest = []
     for kind in kinds:
         try:
             c = write_config(config, kind)
             read = canonical(config_from_hf(c))
-        except (LookupError, TypeError, ValueError) as error:  # it cannot describe the model at all
+        except (LookupError, TypeError, ValueError) as error:  # this family cannot describe the model
             if len(kinds) == 1:
                 raise ValueError(f"this model cannot be written as {kind}: {error}") from error
             continue
@@ -1312,23 +1295,23 @@ def config_to_hf(config, kinds=SHAPES):
 
 # tensors ----------------------------------------------------------------------------------------------------
 
-Stored = collections.namedtuple('Stored', 'open name shape kind')  # in a file: open().get_tensor(name)
-Part = collections.namedtuple('Part', 'name index layout')  # their tensor: these elements of one of ours
+Stored = collections.namedtuple('Stored', 'open name shape kind')  # open().get_tensor(name) reads it
+Part = collections.namedtuple('Part', 'name index layout')  # name of a stored tensor; index into our tensor
 
 
 def plan(model, family, renamed=str):
-    """{our tensor, as state_dict() names it: [Part, ...]}. renamed: a function of the family's names."""
+    """{name in state_dict(): [Part, ...]}. renamed: a function that converts the family's names."""
     config = model.config
     plans = {}
     for ours, w in model.state_dict().items():
-        if ours.startswith('mtp.'):  # which only training uses
+        if ours.startswith('mtp.'):  # only training uses it
             continue
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
         module, _, kind = name.rpartition('.')
         mixer = config.mixer_of(int(layer)) if layer else ''
-        keys = f'{mixer}.{name}', name, f'{mixer}.{module}', module  # in a family's tables, the first counts
+        keys = f'{mixer}.{name}', name, f'{mixer}.{module}', module  # the first one in a table counts
 
-        # the names: a tensor's own, or its module's with .weight or .bias
+        # the tensor's own name, or the module's name with .weight or .bias
         key = next((key for key in keys if key in family.names), None)
         if key is None:
             raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in families.py")
@@ -1338,17 +1321,17 @@ def plan(model, family, renamed=str):
         after = '' if key.endswith(name) else f'.{kind}'
         theirs = [before + one + after for one in (theirs(config) if callable(theirs) else theirs).split()]
 
-        # the rows of ours that each of theirs has
+        # our rows in each stored tensor
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
         order = next((family.rows[key] for key in keys if key in family.rows), None)
         if order:
             rows = order(config, *torch.arange(sum(widths)).split(list(widths)))
-        else:  # one projection after the other, the last name has the rest
-            theirs = theirs[:len(widths)]  # keys may be the values too
+        else:  # one projection per name; the last name has all that follow
+            theirs = theirs[:len(widths)]  # Gemma 4 may have no separate values
             ends = itertools.accumulate(widths[:len(theirs) - 1])
             rows = [slice(*both) for both in itertools.pairwise([0, *ends, None])]
 
-        # our experts are one tensor, (expert, row, column); theirs too, or one tensor per expert
+        # our experts are one tensor (expert, row, column); they may be stored as one tensor per expert
         layout = family.layouts.get(name, SAME)
         experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
         is_experts = module.startswith('mlp.experts')
@@ -1360,8 +1343,7 @@ def plan(model, family, renamed=str):
 
 @torch.no_grad()
 def their_tensors(model, parts, dtype):
-    """name -> tensor in the family's layout. dtype: None: each its own, as buffers, the biases of experts,
-    always have."""
+    """{name: tensor in the family's layout}. dtype: of parameters, None: unchanged."""
     state = model.state_dict()
     buffers = dict(model.named_buffers())
     return {part.name: part.layout.write(state[ours][part.index]).to(

@@ -1,6 +1,4 @@
-"""
-GGUF, llama.cpp's format of a model in one file: written, and read, also quantized, by way of config.json.
-"""
+"""Reads and writes GGUF, llama.cpp's format for a model in one file. Reading accepts quantized files."""
 import dataclasses
 import functools
 import json
@@ -31,7 +29,7 @@ from zoo.tokenizer_json import JsonTokenizer, bpe_json, library_tokenizer, to_js
 SILU = dict(mlp='swiglu', window=None, window_pattern=None)
 QWEN = dict(SILU, proj_bias=False)
 GEMMA = dict(proj_bias=False, attn_scale=None)
-ARCHITECTURES = {  # model_type: llama.cpp's name, and fields of GPTConfig that only llama.cpp fixes
+ARCHITECTURES = {  # model_type: llama.cpp's name, fields of GPTConfig that llama.cpp cannot change
     'qwen3': ('qwen3', QWEN),
     'llama': ('llama', SILU),
     'mistral': ('llama', SILU),
@@ -47,7 +45,7 @@ ARCHITECTURES = {  # model_type: llama.cpp's name, and fields of GPTConfig that 
     'gemma2': ('gemma2', dict(GEMMA, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
     'gemma3_text': ('gemma3', dict(GEMMA, window_pattern='SSSSSL',
                                    local={'rope_base': 1e4, 'rope_scaling': None}))}
-FIELDS = {  # llama.cpp's: ours
+FIELDS = {  # llama.cpp's key: GPTConfig's field
     'context_length': 'block_size', 'block_count': 'n_layer', 'embedding_length': 'n_embd',
     'attention.head_count': 'n_head', 'attention.head_count_kv': 'n_kv_head',
     'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim',
@@ -57,12 +55,12 @@ FIELDS = {  # llama.cpp's: ours
     'rope.freq_base': 'rope_base', 'expert_count': 'n_expert', 'expert_used_count': 'n_expert_active',
     'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
 SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
-                'rope.scaling.original_context_length': 'original_max_position_embeddings'}
-OTHERS = {  # what may have no name in a family's fields: its name in config.json
+           'rope.scaling.original_context_length': 'original_max_position_embeddings'}
+OTHERS = {  # names in config.json for fields that some families' tables lack
     **BASE.fields, 'rope_base': 'rope_theta', 'window': 'sliding_window',
     'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
-PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are neighbours
-EXPERTS = {  # all in one tensor
+PAIRED = 'llama', 'smollm3'  # llama.cpp stores the two rows of a rotated pair next to each other
+EXPERTS = {  # one tensor has all experts
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
 NEED = 'files for llama.cpp need', 'gguf'
@@ -70,7 +68,7 @@ DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'
 
 
 def names_for(kind, n_layer):
-    """(Family, function of its names that gives llama.cpp's): our own layout, but for rows that rotate."""
+    """(Family with llama.cpp's layout, function of its names -> llama.cpp's names)."""
     import gguf
     arch, _ = ARCHITECTURES[kind]
     family = FAMILIES[kind]
@@ -83,14 +81,14 @@ def names_for(kind, n_layer):
 # writing ----------------------------------------------------------------------------------------------------
 
 def rope_keys(config, arch):
-    """A rope_scaling as llama.cpp's keys and tensors. Raises ValueError for one that it lacks."""
+    """A rope_scaling as llama.cpp's (keys, tensors). Raises ValueError if it is not supported."""
     scaling = config.rope_scaling or {}
     if arch == 'llama' and scaling.get('rope_type') in ('llama3', 'longrope'):
         freq = config.rope_base ** -(torch.arange(0, config.rope_dim, 2) / config.rope_dim)
         options = dict(scaling)
-        turned, weight = ROPE_SCALINGS[options.pop('rope_type')](freq, None, config.block_size, **options)
+        scaled, weight = ROPE_SCALINGS[options.pop('rope_type')](freq, None, config.block_size, **options)
         if weight == 1:
-            return {}, {'rope_freqs.weight': freq / turned}
+            return {}, {'rope_freqs.weight': freq / scaled}
     if scaling.get('rope_type') not in (None, 'linear', 'yarn') or scaling.keys() - SCALING.values():
         raise ValueError(f"llama.cpp's {arch} has no rope_scaling={scaling}")
     return {theirs: scaling.get(ours) for theirs, ours in SCALING.items()}, {}
@@ -98,9 +96,9 @@ def rope_keys(config, arch):
 
 @torch.no_grad()
 def save_gguf(model, tokenizer, path, dtype=None, family=None):
-    """Writes one file for llama.cpp. dtype: of matrices, None: the model's; family: a key of ARCHITECTURES,
-    None: the model's own, else the first that fits. Raises ValueError, with nothing written, for whatever
-    llama.cpp lacks, or if the file exists."""
+    """Writes a file for llama.cpp. dtype: of matrices, None: the model's; family: a key of ARCHITECTURES,
+    None: the model's family, or the first that fits. Raises ValueError and writes nothing if llama.cpp does
+    not support the model, or if the file exists."""
     gguf = package('gguf', *NEED)
     config = model.config
     path = pathlib.Path(path)
@@ -122,7 +120,7 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
     writer = gguf.GGUFWriter(None, arch)
     kinds = gguf.GGUFValueType
     for key, value in about.items():
-        if value is not None:  # llama.cpp's counts have no sign
+        if value is not None:  # llama.cpp expects unsigned integers
             writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
     tensors |= their_tensors(model, plan(model, *names_for(kind, config.n_layer)), None)
     usual = DTYPES[plain(dtype or model.wte.weight.dtype)]
@@ -144,7 +142,7 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
 
 @functools.lru_cache(maxsize=1)
 def contents(path):
-    """A file's (keys, name -> Stored), which takes seconds: kept for its tokenizer."""
+    """A file's (keys, {name: Stored}). Reading takes seconds; the tokenizer needs the same keys."""
     gguf = package('gguf', *NEED)
     reader = gguf.GGUFReader(path)
     tensors = {one.name: one for one in reader.tensors}
@@ -158,11 +156,10 @@ def contents(path):
 
 
 def read_gguf(path):
-    """hub.read_published of a GGUF file, by way of the family's config.json. Raises ValueError that names
-    what is unsupported."""
+    """hub.read_published for a GGUF file. Raises ValueError that names what is unsupported."""
     keys, stored = contents(path)
     arch = keys['general.architecture']
-    kinds = {theirs: kind for kind, (theirs, _) in reversed(ARCHITECTURES.items())}  # of several the first
+    kinds = {theirs: kind for kind, (theirs, _) in reversed(ARCHITECTURES.items())}  # prefer the first
     if arch not in kinds:
         raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
     kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
@@ -173,7 +170,7 @@ def read_gguf(path):
             name = key.removeprefix(f'{arch}.')
             c[fields.get(FIELDS.get(name, name), name).split()[0]] = value
     scaling = {ours: c.pop(theirs, None) for theirs, ours in SCALING.items()}
-    if one := stored.get('rope_freqs.weight'):  # of Llama 3's scaling the divisors of its frequencies
+    if one := stored.get('rope_freqs.weight'):  # divisors of the frequencies, as in Llama 3
         divisors = one.open().get_tensor(one.name).tolist()
         scaling = dict(rope_type='longrope', short_factor=divisors, long_factor=divisors, factor=1.0,
                        original_max_position_embeddings=c['max_position_embeddings'])
@@ -186,33 +183,33 @@ def read_gguf(path):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]  # llama.cpp stops at each of them
-PATTERNS = {  # llama.cpp's name of it: what splits a text into words; a further line splits the pieces
+ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]  # llama.cpp stops at each
+PATTERNS = {  # llama.cpp's name: the pattern that splits a text into words; further lines split these
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
-    **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # the last is written
+    **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # exports use the last
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
-    # digits one by one, then as GPT-2
+    # single digits, then GPT-2's pattern
     'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
     'default': r"""[\p{P}\$\+<=>\^~\|]+
 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 \p{N}+
 [0-9][0-9][0-9]""",
-    'gpt-4o':  # o200k_base, which differs in combining marks
+    'gpt-4o':  # o200k_base differs only in combining marks
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"}
-SPLITS = {  # what tokenizer.json has: llama.cpp's name
+SPLITS = {  # pattern in tokenizer.json: llama.cpp's name
     **{pattern: name for name, pattern in PATTERNS.items()}, '': 'gpt-2', 'ByteLevel': 'gpt-2',
-    # cl100k_base, which differs where a text ends in line ends and spaces
+    # cl100k_base; it differs only if a text ends in line ends and spaces
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
     r"\s*[\r\n]|\s+(?!\S)|\s": 'llama-bpe'}
 
 
 def tokenizer_keys(tokenizer, n_vocab):
-    """A tokenizer as llama.cpp's keys. Raises ValueError for all but byte-level BPE that it splits alike."""
+    """A tokenizer as llama.cpp's keys. Raises ValueError unless it is byte-level BPE with a known pattern."""
     if tokenizer is None:
-        raise ValueError("a .gguf needs a tokenizer, which this model lacks: export a folder")
+        raise ValueError("a .gguf file needs a tokenizer, and this model has none: export a folder instead")
     spec = json.loads(library_tokenizer(to_json(tokenizer)).to_str())
     stops = tokenizer.stop_tokens
     step = spec['pre_tokenizer'] or {'type': 'none'}
@@ -222,32 +219,32 @@ def tokenizer_keys(tokenizer, n_vocab):
                      if one.get('use_regex', True))
     if (words not in SPLITS or merges and not words or not stops
             or any(one.get('add_prefix_space') for one in steps)
-            or spec['normalizer'] not in (None, {'type': 'NFC'})):  # which it leaves out
-        raise ValueError(f"llama.cpp has no such tokenizer as {tokenizer.name!r}: export a folder, and try "
-                         "its own convert_hf_to_gguf.py")
-    # 1: normal, 3: control, 4: user-defined, 5: unused
+            or spec['normalizer'] not in (None, {'type': 'NFC'})):  # llama.cpp ignores NFC
+        raise ValueError(f"llama.cpp does not support the tokenizer {tokenizer.name!r}: export a folder and "
+                         "try llama.cpp's convert_hf_to_gguf.py")
+    # types: 1 normal, 3 control, 4 user-defined, 5 unused
     tokens = {i: (text, 1) for text, i in spec['model']['vocab'].items()}
     tokens |= {one['id']: (one['content'], 3 if one['special'] else 4) for one in spec['added_tokens']}
     texts, kinds = zip(*(tokens.get(i, (f'[PAD{i}]', 5)) for i in range(n_vocab)))
     template = tokenizer.chat_template
-    if isinstance(template, list):  # of several, with names
+    if isinstance(template, list):  # several named templates
         template = {one['name']: one['template'] for one in template}.get('default')
     return {
         'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': SPLITS[words],
         'tokenizer.ggml.tokens': [*texts], 'tokenizer.ggml.token_type': [*kinds],
-        'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # none is not allowed
+        'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # it must not be empty
         'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], **dict(zip(ENDS, stops)),
         'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
         'tokenizer.chat_template': template}
 
 
 def read_tokenizer(path):
-    """The tokenizer of a file. Raises ValueError for one that is not read."""
+    """The tokenizer of a file. Raises ValueError if it is not supported."""
     keys, _ = contents(path)
     model = keys['tokenizer.ggml.model']
     splits = keys.get('tokenizer.ggml.pre', 'default') if model == 'gpt2' else model
     if splits not in PATTERNS:
-        raise ValueError(f"{path} has a {splits} tokenizer; {', '.join(PATTERNS)} are read")
+        raise ValueError(f"{path} has a {splits} tokenizer; supported are {', '.join(PATTERNS)}")
     texts = keys['tokenizer.ggml.tokens']
     config = {name: texts[keys[key]] for name in ('bos_token', 'eos_token')
               if (key := f'tokenizer.ggml.{name}_id') in keys}

@@ -1,16 +1,16 @@
 """
-Models in and out: ours, nanoGPT's, and published ones of the Hugging Face hub.
+Reads and writes published models.
 
-    python zoo/hub.py Qwen/Qwen3-0.6B                     # fetches and describes a model
-    python zoo/hub.py folder                              # the same for a folder with config.json
-    python zoo/hub.py model.gguf                          # the same for a GGUF file, also a quantized one
-    python zoo/hub.py export out/ folder                  # a run of train.py -> a folder for transformers
-    python zoo/hub.py export out/ folder --family=cohere  # as this family, if it computes the same
-    python zoo/hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # one file for llama.cpp
-    python zoo/hub.py families                            # the families that are read, and written
+    python zoo/hub.py Qwen/Qwen3-0.6B                     # downloads and describes a model
+    python zoo/hub.py folder                              # describes a folder with config.json
+    python zoo/hub.py model.gguf                          # describes a GGUF file, which may be quantized
+    python zoo/hub.py export out/ folder                  # writes a run of train.py for transformers
+    python zoo/hub.py export out/ folder --family=cohere  # writes it as this family
+    python zoo/hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # writes a file for llama.cpp
+    python zoo/hub.py families                            # lists the supported families
 
-train.py, sample.py and bench.py read published models with --init_from=<id, folder or .gguf>. HF_TOKEN,
-HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE work as in huggingface_hub. No pickles are read.
+train.py, sample.py and bench.py accept --init_from=<id, folder or .gguf>. HF_TOKEN, HF_HOME, HF_ENDPOINT and
+HF_HUB_OFFLINE work as in huggingface_hub. Weights are never read from pickles.
 """
 import dataclasses
 import fnmatch
@@ -25,13 +25,13 @@ import shutil
 import sys
 import tempfile
 
-if __name__ == '__main__':  # else its folder is searched first
+if __name__ == '__main__':  # import from the repository's root, not from zoo/
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
 from configurator import check_values, configure, package, plain
 
-dtype: str | None = None  # of exported weights [in gguf.DTYPES], q8_0 in .gguf; None: as stored
-family: str | None = None  # of an export, one of `hub.py families`; None: the model's own, else what fits
+dtype: str | None = None  # dtype of exported weights [in gguf.DTYPES]; q8_0: only for .gguf; None: as stored
+family: str | None = None  # family of an export; None: the model's family, or the first that fits
 settings = configure(globals(), words=3)
 words = settings.words
 
@@ -58,8 +58,8 @@ from zoo.weights import fill_rows, quantize_weights
 
 # import -----------------------------------------------------------------------------------------------------
 
-DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
-WEIGHTS = 'model*.safetensors'  # one file, or several parts
+DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # names in safetensors
+WEIGHTS = 'model*.safetensors'  # one file or several
 
 
 def read_json(folder, name):
@@ -68,12 +68,12 @@ def read_json(folder, name):
 
 
 def read_headers(folder):
-    """name -> Stored, of a folder's safetensors. Raises FileNotFoundError."""
+    """The safetensors in a folder: {name: Stored}. Raises FileNotFoundError."""
     stored = {}
     for path in sorted(pathlib.Path(folder).glob(WEIGHTS)):
         opened = functools.partial(package('safetensors').safe_open, path, 'pt')
         with opened() as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
+            for name in file.keys():  # noqa: SIM118 (file is not a dict)
                 header = file.get_slice(name)
                 stored[bare(name)] = Stored(opened, name, tuple(header.get_shape()), header.get_dtype())
     if not stored:
@@ -82,8 +82,8 @@ def read_headers(folder):
 
 
 def bare(name):
-    """A tensor's name without what only some files have: GPT-2 and BLOOM, as first published, lack
-    'transformer.', larger models have 'model.language_model.', and Kimi Linear gives its MLPs either name."""
+    """A tensor's name without the parts that only some files have. The first files of GPT-2 and BLOOM lack
+    'transformer.', and models that also read images have 'model.language_model.'."""
     name = re.sub(r'^((model|transformer|language_model|text_model|llm|thinker)\.)+', '', name)
     return name.replace('.block_sparse_moe.', '.mlp.')
 
@@ -94,23 +94,24 @@ IGNORED = ['*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.indexer
 
 
 def check(parts, stored, model, family, folder):
-    """Raises ValueError that names all missing, unexpected or misshapen tensors."""
-    # a tied head, and the layer after the last, which predicts a further token
+    """Raises ValueError that names all tensors that are missing, unexpected or of another shape."""
+    # a tied head, and the additional layer that predicts the token after the next
     ignored = [*IGNORED, f"{family.names['lm_head']}.weight", f'layers.{model.config.n_layer}.*']
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     found = {name: one.shape for name, one in stored.items()
              if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
     if wanted != found:
         lacks = sorted(wanted.items() - found.items())
-        raise ValueError(f"{folder} does not fit its config.json: it lacks {lacks[:30]}, and has "
-                         f"{sorted(found.items() - wanted.items())[:30]} instead")
+        others = sorted(found.items() - wanted.items())
+        raise ValueError(f"{folder} does not fit its config.json: it lacks {lacks[:30]}, "
+                         f"but has {others[:30]}")
 
 
 @torch.no_grad()
 def fill(model, parts, stored):
-    """Copies the files' tensors into the model."""
+    """Copies the stored tensors into the model."""
     for ours, w in model.state_dict().items():
-        # each tensor maps its file anew: pages of a mapping that were read count as memory
+        # each tensor opens its file again, because pages that a mapping has read count as memory
         opened = functools.cache(lambda file: file())
         for part in parts[ours]:
             file, name, *_ = stored[part.name]
@@ -119,8 +120,7 @@ def fill(model, parts, stored):
 
 
 def read_published(path):
-    """A folder or GGUF file: (config.json, GPTConfig, Family and function of names for plan, name -> Stored).
-    """
+    """A folder or GGUF file -> config.json, GPTConfig, arguments of plan, {name: Stored}."""
     if path.endswith('.gguf'):
         return gguf.read_gguf(path)
     c = text_config(read_json(path, 'config.json'))
@@ -130,7 +130,7 @@ def read_published(path):
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
     head, wte = (bare(f'{family.names[one]}.weight') for one in ('lm_head', 'wte'))
-    if config.tie_word_embeddings and head in stored:  # files may have both, or only a head
+    if config.tie_word_embeddings and head in stored:  # a file may have both, or only a head
         stored.setdefault(wte, stored[head])
         heads = [one.open().get_tensor(one.name) for one in (stored[head], stored[wte])]
         config = dataclasses.replace(config, tie_word_embeddings=torch.equal(*heads))
@@ -138,15 +138,15 @@ def read_published(path):
 
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
-    """A folder with config.json and safetensors, a GGUF file or an id on the hub -> the model. dtype: of
-    the weights, None: as stored; int8: of the large ones; changes: config fields. Raises OSError for missing
-    files, ValueError that names all that does not fit."""
+    """A folder with config.json and safetensors, a GGUF file or an id on the hub -> GPT. dtype: of the
+    weights, None: as stored; int8: keep large weights in 8 bits; changes: fields of GPTConfig. Raises OSError
+    for missing files, ValueError that names everything that does not fit."""
     folder = fetch(folder_or_id)
     c, config, (family, renamed), stored = read_published(folder)
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):
         refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
-        # transformers' list for short texts; a larger block_size takes the other
+        # use the factors for short texts, unless a larger block_size is given
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings']} | changes
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
@@ -155,33 +155,25 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
         as_stored = GPT(config)
     parts = plan(model, family, renamed)
     check(parts, stored, as_stored, family, folder)
+    published = FAMILIES[c['model_type']]
     for name, w in model.named_parameters():
-        is_exact = FAMILIES[c['model_type']].layouts.get(re.sub(r'^h\.\d+\.', '', name)) is PLUS_ONE
+        is_exact = published.layouts.get(re.sub(r'^h\.\d+\.', '', name)) is PLUS_ONE
         w.data = w.data.to(torch.float32 if is_exact else dtype)
     if int8:
         quantize_weights(model, dtype)
     model = model.to_empty(device=device)
     fill(model, parts, stored)
-    model.family = c['model_type'] if FAMILIES[c['model_type']].exports else None  # what it is written as
+    model.family = c['model_type'] if published.exports else None  # used by exports
     return model.eval()
 
 
 # export -----------------------------------------------------------------------------------------------------
 
-def tokenizer_files(tokenizer, model):
-    """File name -> text, for AutoTokenizer."""
-    config = {'tokenizer_class': 'PreTrainedTokenizerFast',
-              'eos_token': None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot]),
-              'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
-              **tokenizer.chat_variables, 'chat_template': tokenizer.chat_template}
-    return {'tokenizer.json': to_json(tokenizer), 'tokenizer_config.json': json.dumps(config, indent=2)}
-
-
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
-    """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: None: the
-    model's; family: a key of FAMILIES, None: the model's own, else the first of SHAPES that fits. Raises,
-    with nothing changed, ValueError if the family does not compute the same or the folder has files, OSError
-    or SafetensorError if it cannot be written."""
+    """Writes a folder for AutoModelForCausalLM and, if a tokenizer is given, AutoTokenizer. dtype: None: the
+    model's; family: a key of FAMILIES, None: the model's family, or the first in SHAPES that fits. Raises
+    ValueError if the family computes something else or the folder is not empty, OSError or SafetensorError if
+    writing fails; then nothing has changed."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     family = family or getattr(model, 'family', None)
@@ -190,10 +182,15 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
         raise ValueError(f"{folder} is not empty: remove it, or give another name")
     texts = {}
     if tokenizer is not None:
-        stops = list(tokenizer.stop_tokens)  # in a chat, an answer's end too
+        stops = list(tokenizer.stop_tokens)  # includes the end of a chat answer
         ends = {'eos_token_id': stops[0] if len(stops) == 1 else stops or None}
         c |= ends
-        texts = tokenizer_files(tokenizer, model) | {'generation_config.json': json.dumps(ends)}
+        options = {'tokenizer_class': 'PreTrainedTokenizerFast',
+                   'eos_token': None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot]),
+                   'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
+                   **tokenizer.chat_variables, 'chat_template': tokenizer.chat_template}
+        texts = {'tokenizer.json': to_json(tokenizer), 'tokenizer_config.json': json.dumps(options, indent=2),
+                 'generation_config.json': json.dumps(ends)}
     texts['config.json'] = json.dumps(c, indent=2)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -202,14 +199,14 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
             (temporary / name).write_text(text, encoding='utf-8', newline='')
         tensors = their_tensors(model, plan(model, FAMILIES[c['model_type']]), dtype)
         package('safetensors.torch').save_file(tensors, temporary / 'model.safetensors', {'format': 'pt'})
-        shutil.copymode(temporary / 'config.json', temporary / 'model.safetensors')  # else private
+        shutil.copymode(temporary / 'config.json', temporary / 'model.safetensors')  # it is private otherwise
         folder.mkdir(exist_ok=True)
         for path in temporary.iterdir():
             path.replace(folder / path.name)
 
 
 def published_tokenizer(path):
-    """The tokenizer of a folder or GGUF file. Raises ValueError for one that is not read."""
+    """The tokenizer of a folder or GGUF file. Raises ValueError if it is not supported."""
     return gguf.read_tokenizer(path) if path.endswith('.gguf') else json_tokenizer(path)
 
 
@@ -220,23 +217,22 @@ SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'token
 
 
 def fetch(name):
-    """A path, or an id on the hub -> the folder into which its files are downloaded, the safetensors if
-    config.json is supported. Raises OSError."""
+    """A path, or an id on the hub -> the path, or the folder with the downloaded files. Weights are only
+    downloaded if config.json is supported. Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
     download = package('huggingface_hub').snapshot_download
-    repo = name if '/' in name else f'openai-community/{name}'  # nanoGPT's names of GPT-2
+    repo = name if '/' in name else f'openai-community/{name}'  # nanoGPT's names for GPT-2
     try:
         folder = download(repo, allow_patterns=SMALL_FILES)
         config_from_hf(read_json(folder, 'config.json'))
         return download(repo, revision=os.path.basename(folder), allow_patterns=[WEIGHTS])
     except OSError as error:
-        raise OSError(f"{repo} is not a folder here, and cannot be fetched: {' '.join(str(error).split())}"
-                      ) from error
+        raise OSError(f"{repo} is not a folder here, and downloading it failed: {error}") from error
 
 
 def describe(name, folder):
-    """Prints what a published model is, and the next commands."""
+    """Prints a summary of a published model and the next commands."""
     c, config, _, stored = read_published(folder)
     with torch.device('meta'):
         model = GPT(config)
@@ -246,10 +242,10 @@ def describe(name, folder):
     print(f"context {config.block_size:,} tokens, vocabulary {config.vocab_size:,}")
     try:
         tokenizer = published_tokenizer(folder)
-        ends = [tokenizer.decode([i]) for i in tokenizer.stop_tokens]
-        print(f"tokenizer: {tokenizer.n_vocab:,} tokens, texts end with {' or '.join(ends) or 'none'}, "
-              f"{'with a' if tokenizer.chat_template else 'no'} chat template")
-    except (OSError, ImportError, ValueError) as error:  # the model can be used without
+        ends = ' '.join(tokenizer.decode([i]) for i in tokenizer.stop_tokens)
+        print(f"tokenizer: {tokenizer.n_vocab:,} tokens, end of text {ends or 'none'}, chat template "
+              f"{'yes' if tokenizer.chat_template else 'no'}")
+    except (OSError, ImportError, ValueError) as error:  # the model is useful without a tokenizer
         return print(f"tokenizer: none ({error})\nfolder: {folder}")
     name = shlex.quote(name)
     shorter = ' --block_size=1024' * (config.block_size > 1024)
@@ -259,16 +255,17 @@ def describe(name, folder):
 
 
 def load_published(name, device, dtype, int8, changes):
-    """sample.load of a published model."""
+    """sample.load for a published model."""
     path = fetch(name)
     model = from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
-    rest = {'path': path, 'family': model.family}
-    tokenizer = None
+    facts = {'path': path, 'family': model.family}
     try:
         tokenizer = published_tokenizer(path)
-    except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
-        rest['no_tokenizer'] = str(error)
-    return model, tokenizer, rest
+    except (OSError, ImportError, ValueError) as error:  # training and exporting need no tokenizer
+        tokenizer = None
+        facts['no_tokenizer'] = str(error)
+    return model, tokenizer, facts
+
 
 if __name__ == '__main__':
     from sample import load
@@ -277,18 +274,19 @@ if __name__ == '__main__':
         is_gguf = words[2].endswith('.gguf')
         if dtype == 'q8_0' and not is_gguf:
             raise ValueError("dtype='q8_0' is only supported in .gguf files")
-        model, tokenizer, rest = load(words[1])
-        if tokenizer is None:  # the weights can be used without
-            print(f"no tokenizer is exported: {rest['no_tokenizer']}")
+        model, tokenizer, facts = load(words[1])
+        if tokenizer is None:
+            print(f"the export has no tokenizer: {facts['no_tokenizer']}")
         save = gguf.save_gguf if is_gguf else save_pretrained
-        dtype = getattr(torch, str(dtype), dtype)  # q8_0 is a name
-        save(model, tokenizer, words[2], dtype, family or rest.get('family'))
-        print(f"{rest['path']} is in {words[2]} for {'llama.cpp' if is_gguf else 'transformers and vLLM'}")
+        dtype = getattr(torch, str(dtype), dtype)  # q8_0 stays a string
+        save(model, tokenizer, words[2], dtype, family or facts.get('family'))
+        program = 'llama.cpp' if is_gguf else 'transformers and vLLM'
+        print(f"exported {facts['path']} to {words[2]} for {program}")
     elif words == ['families']:
         for kind, one in FAMILIES.items():
             print(f"{kind:20} {one.arch:32} {'read, written' if one.exports else 'read'}")
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))
     else:
-        raise ValueError(f"got {' '.join(words)!r}: give an id on the hub or a folder, or "
+        raise ValueError(f"unknown command {' '.join(words)!r}: give an id on the hub or a folder, or "
                          "`export RUN FOLDER`; see --help")

@@ -1,4 +1,4 @@
-"""Published tokenizers: tokenizer.json, read by the package tokenizers and written for our own."""
+"""Published tokenizers: reads tokenizer.json with the package tokenizers, and writes it for our own."""
 import functools
 import json
 import os
@@ -13,8 +13,8 @@ SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token'
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json, by the tokenizers library. source: its text; config: SPECIAL_TOKENS and chat_template
-    of tokenizer_config.json, and eos_token_id, a list of all that end a text."""
+    """A tokenizer.json. source: its text; config: SPECIAL_TOKENS and chat_template of tokenizer_config.json,
+    and eos_token_id, a list."""
     def __init__(self, source, config=None):
         self.source = source
         self.config = config or {}
@@ -29,22 +29,21 @@ class JsonTokenizer(Tokenizer):
         self.eos_tokens = self.config.get('eos_token_id', ())
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((vocab[end] for end in ends if end in vocab), None)
-        some = self.library.encode('a')  # its post-processor, if any, puts a bos in front
+        some = self.library.encode('a')  # a post-processor may add a bos
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
 
     def encode(self, text, allow_special=True, whole=True):
-        """As transformers' tokenizer(text). whole: with bos in front, unless the text begins with it, but
-        without an end of text, since a prompt continues."""
+        """The ids of transformers' tokenizer(text), without an end of text. whole: start with bos."""
         library = self.unmarking if allow_special and MARK in text else self.library
-        library.encode_special_tokens = not allow_special  # the library's name for 'as plain text'
-        # _fast: half the time, by not counting where in the text each token is
+        library.encode_special_tokens = not allow_special  # True: as ordinary text
+        # _fast skips the positions of tokens in the text, which takes half the time
         encoding, = library.encode_batch_fast([without_surrogates(text)], add_special_tokens=False)
         ids = encoding.ids
         return ids if not whole or ids[:len(self.bos)] == self.bos else self.bos + ids
 
     @functools.cached_property
     def unmarking(self):
-        """The library's tokenizer with a first step that removes MARKs, after it has found special tokens."""
+        """The library's tokenizer, which also removes MARKs after finding special tokens."""
         spec = json.loads(self.source)
         steps = [{'type': 'Replace', 'pattern': {'String': MARK}, 'content': ''}, spec.get('normalizer')]
         spec['normalizer'] = {'type': 'Sequence', 'normalizers': [*filter(None, steps)]}
@@ -60,7 +59,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def can_cut(self):
-        """Whether no token reaches across a CUT, and nothing is put before each text, as by Llama 2."""
+        """Whether texts may be split at a CUT. Llama 2 adds a space to each text, so they may not."""
         parts = 'a', ' b', '\nc'
         return (not any(CUT.search(token.decode(errors='ignore')) for token in self.tokens.values())
                 and self.encode_chat(''.join(parts)) == [i for part in parts for i in self.encode_chat(part)])
@@ -70,23 +69,22 @@ class JsonTokenizer(Tokenizer):
 
 
 def library_tokenizer(source):
-    """A Tokenizer of the package tokenizers, from a file's text. Raises ValueError for a WordPiece one."""
-    import tokenizers  # only these need it
+    """The text of a tokenizer.json -> tokenizers.Tokenizer. Raises ValueError unless it is BPE or Unigram."""
+    import tokenizers  # only published tokenizers need it
     tok = tokenizers.Tokenizer.from_str(source)
     if (kind := type(tok.model).__name__) not in ('BPE', 'Unigram'):
         raise ValueError(f'unsupported model {kind}: BPE and Unigram are supported')
     tok.no_truncation()
     tok.no_padding()
     if kind == 'BPE':
-        tok.model.dropout = None  # else the same text has other ids each time
-    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # its threads and our processes do not mix
+        tok.model.dropout = None  # dropout makes the ids random
+    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # its threads conflict with our processes
     return tok
 
 
 def token_bytes(vocab, spec):
-    """{id: its bytes} of a tokenizer.json's vocabulary. Byte-level vocabularies write a character for each
-    byte, except in added tokens; others U+2581 for a space, and perhaps <0x0A> for a byte without a token.
-    """
+    """{id: bytes} of a tokenizer.json's vocabulary. Byte-level vocabularies write one character per byte,
+    except in added tokens. Others write U+2581 for a space, and <0x0A> for a byte."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = byte_chars()
@@ -104,12 +102,12 @@ def token_bytes(vocab, spec):
 
 
 def json_tokenizer(path):
-    """A JsonTokenizer of a tokenizer.json, or a folder with one, and of the other files in its folder."""
+    """The JsonTokenizer of a tokenizer.json or its folder, with the settings in the folder's other files."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
 
     def read(name):
-        """The content of a JSON file in the folder, {} if there is none."""
+        """The content of a JSON file in the folder, or {}."""
         file = folder / name
         return json.loads(file.read_bytes()) if file.exists() else {}
     config = read('tokenizer_config.json')
@@ -117,41 +115,39 @@ def json_tokenizer(path):
     template = folder / 'chat_template.jinja'
     if template.exists():
         config['chat_template'] = template.read_bytes().decode()
-    config['eos_token_id'] = [  # which is a number, a list or null
+    config['eos_token_id'] = [  # a number, a list or null
         i for name in ('generation_config.json', 'config.json')
         for i in np.ravel(read(name).get('eos_token_id')).tolist() if i is not None]
     file = folder / 'tokenizer.json' if path.is_dir() else path
-    return JsonTokenizer(file.read_bytes().decode(), config)  # as bytes: line ends stay as they are
+    return JsonTokenizer(file.read_bytes().decode(), config)  # as bytes, to keep line ends
 
 
 def bpe_json(vocab, merges, patterns, special, byte_level=True):
-    """A tokenizer.json, as text. patterns: each splits the pieces of the one before."""
+    """The text of a tokenizer.json. patterns: each one splits the pieces that the previous one found."""
     steps = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
              for pattern in patterns]
     level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': False, 'use_regex': False}
     steps += [level] * byte_level
     return json.dumps({
-        'version': '1.0', 'truncation': None, 'padding': None, 'normalizer': None, 'post_processor': None,
+        'version': '1.0',
         'added_tokens': [{'id': i, 'content': text, 'single_word': False, 'lstrip': False, 'rstrip': False,
                           'normalized': False, 'special': True} for text, i in special.items()],
         'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': steps} if steps else None,
         'decoder': level if byte_level else {'type': 'Fuse'},
-        'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'continuing_subword_prefix': None,
-                  'end_of_word_suffix': None, 'fuse_unk': False, 'byte_fallback': False,
-                  'ignore_merges': byte_level, 'vocab': vocab, 'merges': merges},
+        'model': {'type': 'BPE', 'ignore_merges': byte_level, 'vocab': vocab, 'merges': merges},
     }, ensure_ascii=False)
 
 
 def byte_chars():
-    """{character in byte-level vocabularies: its byte}, GPT-2's table."""
+    """GPT-2's table {character in byte-level vocabularies: byte}."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def to_json(tok):
-    """A tokenizer of ours as a tokenizer.json, a text. Any two tokens that make a third are a merge of its
-    rank, because tiktoken needs no more."""
+    """The text of a tokenizer.json for one of our tokenizers. tiktoken has no list of merges, so every pair
+    of tokens that form a third token is a merge with that token's rank."""
     if tok.name == 'json':
         return tok.source
     if tok.name == 'byte':
@@ -165,6 +161,6 @@ def to_json(tok):
         return ''.join(chars[b] for b in token)
     merges = [[text(token[:i]), text(token[i:])] for token in sorted(ranks, key=ranks.get)
               for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-    # tokenizers' regular expressions know possessive ++, *+ and ?+, but read {1,3}+ as any number of them
+    # the package tokenizers supports possessive ++, *+ and ?+, but misreads {1,3}+ as a repetition
     pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', tok.pattern)
     return bpe_json({text(token): i for token, i in ranks.items()}, merges, [pattern], tok.special)
