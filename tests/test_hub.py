@@ -157,7 +157,7 @@ VARIANTS = {  # model_type: one dict of changes to SMALL per model; other famili
         dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=9.0),
         dict(GEMMA4, enable_moe_block=True, top_k_experts=2, num_experts=4, moe_intermediate_size=24)],
     'gemma4_unified_text': [dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=4,
-                                 layer_types=['sliding_attention'] * 6)],  # transformers removes the last window
+                                 layer_types=['sliding_attention'] * 6)],  # it removes the last window
     'olmo3': [dict(num_hidden_layers=4, rope_parameters={
         'full_attention': hf_rope('yarn', factor=4.0)['rope_parameters']})],
     'lfm2': [CONV_FULL],
@@ -490,7 +490,7 @@ def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
     safetensors.save_file(state, path)
     with pytest.raises(ValueError) as error:
         hub.from_pretrained(tmp_path)
-    assert ("it lacks [('layers.0.self_attn.o_proj.weight', (32, 32)), ('norm.weight', (32,))], and has "
+    assert ("it lacks [('layers.0.self_attn.o_proj.weight', (32, 32)), ('norm.weight', (32,))], but has "
             "[('extra.weight', (2,)), ('layers.0.self_attn.o_proj.weight', (8, 32))]") in str(error.value)
 
 

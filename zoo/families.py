@@ -1,5 +1,5 @@
 """
-The published model families. `python zoo/hub.py families` lists them. To add one, add an entry to FAMILIES.
+The published model families, which `python zoo/hub.py families` lists. Call `add` to add one.
 """
 import collections
 import fnmatch
@@ -17,10 +17,10 @@ from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
 class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
-    To add a family, start from the nearest one (`like`) and give the names of fields and tensors that differ.
-    Use a Rule for a field that needs more than a name (see `converted` and the functions after it), and
-    `rows` (see `ordered`) or `layouts` for a tensor that is stored differently. A config.json with a field
-    that no table mentions is an error. tests/test_hub.py compares each family with transformers.
+    To add a family, start from the nearest one and give the names of fields and tensors that differ. Use a
+    Rule for a field that needs more than a name (see `converted` and the functions after it), and `rows` (see
+    `ordered`) or `layouts` for a tensor that is stored differently. A config.json with a field that no table
+    mentions is an error. tests/test_hub.py compares each family with transformers.
     """
     arch: str                   # the class in transformers
     fields: dict                # GPTConfig's field: config.json's; of several names, the first one given
@@ -61,14 +61,23 @@ def like(base, arch=None, **changes):
     return base._replace(arch=arch or base.arch, **changes)
 
 
+FAMILIES = {}  # model_type: Family
+
+
+def add(kind, base, arch=None, **changes):
+    """Adds a family for this model_type. base: a Family, or the model_type of one, to which changes apply."""
+    FAMILIES[kind] = like(base if isinstance(base, Family) else FAMILIES[base], arch, **changes)
+
+
 def same(names):
     """Fields with the same name in GPTConfig and config.json."""
     return {name: name for name in names.split()}
 
 
-def renamed(family, pattern, new):
-    """The family's names, with `new` instead of the pattern."""
-    return {ours: re.sub(pattern, new, name) for ours, name in family.names.items() if isinstance(name, str)}
+def renamed(kind, pattern, new):
+    """A family's names, with `new` instead of the pattern."""
+    return {ours: re.sub(pattern, new, name) for ours, name in FAMILIES[kind].names.items()
+            if isinstance(name, str)}
 
 
 def refuse(c, **fields):
@@ -455,19 +464,19 @@ BASE = Family(
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'},
     layouts={'attn.conv': CONVOLUTION})
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
-LLAMA = like(BASE, fields=same('mlp_bias'))
+add('llama', BASE, fields=same('mlp_bias'))
 NO_BIAS = dict.fromkeys(('qkv_bias', 'proj_bias'))
-MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=NO_BIAS)
-QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', fixed=dict(qkv_bias=True), layers='SL')
-QWEN3 = like(BASE, 'Qwen3ForCausalLM', fixed=dict(qk_norm=True), layers='SL')
-OLMO2 = like(
-    BASE, 'Olmo2ForCausalLM', fields=dict(head_dim=None),
+add('mistral', BASE, 'MistralForCausalLM', layers='S', fields=NO_BIAS)
+add('qwen2', 'mistral', 'Qwen2ForCausalLM', fixed=dict(qkv_bias=True), layers='SL')
+add('qwen3', BASE, 'Qwen3ForCausalLM', fixed=dict(qk_norm=True), layers='SL')
+add(
+    'olmo2', BASE, 'Olmo2ForCausalLM', fields=dict(head_dim=None),
     fixed=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
                n_expert_active='num_experts_per_tok experts_per_token', d_expert='intermediate_size')
-MIXTRAL = like(
-    MISTRAL, 'MixtralForCausalLM', fields=EXPERTS,
+add(
+    'mixtral', 'mistral', 'MixtralForCausalLM', fields=EXPERTS,
     names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
 QWEN_EXPERTS = dict(
@@ -476,8 +485,7 @@ QWEN_EXPERTS = dict(
 FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # one tensor for all experts
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
-QWEN3_MOE = like(
-    QWEN3, 'Qwen3MoeForCausalLM', layers='S', fields=QWEN_EXPERTS, rules=(DENSE_LAYERS,))
+add('qwen3_moe', 'qwen3', 'Qwen3MoeForCausalLM', layers='S', fields=QWEN_EXPERTS, rules=(DENSE_LAYERS,))
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
@@ -486,8 +494,8 @@ SHARED_MLP = {'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_pro
 
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
-QWEN3_NEXT = like(
-    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', fields=dict(
+add(
+    'qwen3_next', 'qwen3_moe', 'Qwen3NextForCausalLM', layers='DDDL', fields=dict(
         same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
         linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads'),
     fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
@@ -499,8 +507,9 @@ QWEN3_NEXT = like(
     rows={'attn.c_attn': ordered('qkvg', 'qg', 'k', 'v', groups='n_head'),
           'D.attn.c_attn': ordered('qkvzba', 'qkvz', 'ba', groups='linear_n_key_head')},
     layouts=PLUS_ONE_NORMS, rules=(DENSE_LAYERS, SHARED_EXPERT))
-QWEN3_5_MOE = like(
-    QWEN3_NEXT, 'Qwen3_5MoeForCausalLM', fields=dict(norm_topk_prob=None), rules=(SHARED_EXPERT,),
+add(
+    'qwen3_5_moe_text', 'qwen3_next', 'Qwen3_5MoeForCausalLM', fields=dict(norm_topk_prob=None),
+    rules=(SHARED_EXPERT,),
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': ordered('qkvzba', 'qkv', 'z', 'b', 'a')})
@@ -523,31 +532,31 @@ LATENT = dict(
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
     rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
 WRITE_LATENT = Rule({}, write=write_latent)
-DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
-YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
-DEEPSEEK_V32 = like(
-    DEEPSEEK_V3, 'DeepseekV32ForCausalLM', exports=False, harmless='index*',
+add('deepseek_v3', like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
+add('youtu', like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
+add(
+    'deepseek_v32', 'deepseek_v3', 'DeepseekV32ForCausalLM', exports=False, harmless='index*',
     rules=(MLP_TYPES, Rule({}, read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
                     n_group=None, topk_group=None)
-FLEX_OLMO = like(
-    OLMO2, 'FlexOlmoForCausalLM',
+add(
+    'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM',
     fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
-BLOOM = Family(
+add('bloom', Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
     fields=dict(same('vocab_size tie_word_embeddings'), block_size='seq_length',
                 n_layer='n_layer num_hidden_layers', n_head='n_head num_attention_heads',
                 n_embd='hidden_size n_embed', norm_eps='layer_norm_epsilon'),
     fixed=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
-              mlp='gelu_tanh', embed_norm=True),
+               mlp='gelu_tanh', embed_norm=True),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
            'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
            'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
            'attn.c_proj': 'self_attention.dense', 'mlp.c_fc': 'mlp.dense_h_to_4h',
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
-    rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')})
-FALCON = like(
-    BLOOM, 'FalconForCausalLM',
+    rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')}))
+add(
+    'falcon', 'bloom', 'FalconForCausalLM',
     fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
                 n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv',
                 d_ff='ffn_hidden_size', mlp='activation'),
@@ -560,8 +569,8 @@ FALCON = like(
                 read_falcon, write_falcon),))
 
 GPT = like(  # without GPT-2's transposed weights
-    BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, fixed=dict(pos='learned', embed_norm=False),
-    required=dict(scale_attn_weights=True),
+    FAMILIES['bloom'], 'GPT2LMHeadModel', rows={'attn.c_attn': None},
+    fixed=dict(pos='learned', embed_norm=False), required=dict(scale_attn_weights=True),
     fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
@@ -569,8 +578,8 @@ GPT = like(  # without GPT-2's transposed weights
 
 
 GEMMA = Rule({}, read_gemma)
-GEMMA2 = like(
-    BASE, 'Gemma2ForCausalLM', layers='SL',
+add(
+    'gemma2', BASE, 'Gemma2ForCausalLM', layers='SL',
     fields=dict(mlp=None,  # transformers ignores hidden_act
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
     required=dict(hidden_activation='gelu_pytorch_tanh'),
@@ -580,12 +589,12 @@ GEMMA2 = like(
     rules=(GEMMA, converted(
         'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
         lambda config: round(scale(config) ** -2), 256)))
-GEMMA4 = like(
-    GEMMA2, 'Gemma4ForCausalLM', layouts=dict.fromkeys(PLUS_ONE_NORMS),
+add(
+    'gemma4_text', 'gemma2', 'Gemma4ForCausalLM', layouts=dict.fromkeys(PLUS_ONE_NORMS),
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
                 n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
     fixed=dict(qk_norm=True, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
-              expert_norms=True),
+               expert_norms=True),
     required=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0,
                   use_bidirectional_attention='vision'),
     names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
@@ -598,8 +607,8 @@ GEMMA4 = like(
     rules=(GEMMA, Rule(dict(per_layer_config=None, global_head_dim=512, num_global_key_value_heads=None,
                             enable_moe_block=False), read_gemma4, write_gemma4)))
 INTERLEAVED = {'attn.c_attn': rows_interleaved}
-GPTJ = like(
-    GPT, 'GPTJForCausalLM',
+add(
+    'gptj', GPT, 'GPTJForCausalLM',
     fixed=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True),
     names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
            'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
@@ -607,15 +616,15 @@ GPTJ = like(
     rules=(Rule(dict(rotary_dim=64), read_rotary_dim, write_rotary_dim),))
 LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
 
-GLM = like(
-    BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
+add(
+    'glm', BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
     fixed=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
-GRANITE = like(
-    LLAMA, 'GraniteForCausalLM', rules=(LOGITS_SCALING,),
+add(
+    'granite', 'llama', 'GraniteForCausalLM', rules=(LOGITS_SCALING,),
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
                 residual_scale='residual_multiplier'))
-GRANITE_MOE = like(
-    GRANITE, 'GraniteMoeForCausalLM', fields=dict(EXPERTS, mlp_bias=None),
+add(
+    'granitemoe', 'granite', 'GraniteMoeForCausalLM', fields=dict(EXPERTS, mlp_bias=None),
     names={'mlp.router': 'block_sparse_moe.router.layer',
            'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
@@ -623,21 +632,21 @@ GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
 WINDOWS_AND_SINKS = dict(layers='LSSS', fixed=dict(attn_sink=True))
 LAYER_ROPE = Rule(dict(layer_rope_theta=None), read_layer_rope, write_layer_rope)
-HUNYUAN = like(
-    BASE, 'HunYuanDenseV1ForCausalLM',
+add(
+    'hunyuan_v1_dense', BASE, 'HunYuanDenseV1ForCausalLM',
     fixed=dict(qk_norm='rotated'), required=dict(norm_type='rms', use_qk_norm=True),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
     harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
              'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type use_mixed_mlp_moe '
              'use_rotary_pos_emb vit_*',
     rules=(Rule({}, read_hunyuan),))
-COHERE = like(
-    BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps', logit_scale='logit_scale'),
+add(
+    'cohere', BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps', logit_scale='logit_scale'),
     rows=INTERLEAVED,
     fixed=dict(norm='layernorm', norm_placement='parallel'))
-ARCEE = like(LLAMA, 'ArceeForCausalLM', names={'mlp.c_fc': 'mlp.up_proj'})
-LFM2 = like(
-    BASE, 'Lfm2ForCausalLM', layers='CL', required=dict(conv_bias=False),
+add('arcee', 'llama', 'ArceeForCausalLM', names={'mlp.c_fc': 'mlp.up_proj'})
+add(
+    'lfm2', BASE, 'Lfm2ForCausalLM', layers='CL', required=dict(conv_bias=False),
     fields=dict(NO_BIAS, norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
                 linear_conv_kernel_dim='conv_L_cache'),
     fixed=dict(qk_norm=True),
@@ -664,373 +673,341 @@ MAMBA = dict(
         'linear_value_head_dim', 'mamba_expand',
         lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
         lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2),))
-BAMBA = like(
-    like(LLAMA, **MAMBA), 'BambaForCausalLM', fixed=dict(partial_rotary_factor=0.5, mixer_pattern='B'),
-    names={**renamed(LLAMA, 'mlp', 'feed_forward'), 'ln_2': 'pre_ff_layernorm',
+add(
+    'bamba', like(FAMILIES['llama'], **MAMBA), 'BambaForCausalLM',
+    fixed=dict(partial_rotary_factor=0.5, mixer_pattern='B'),
+    names={**renamed('llama', 'mlp', 'feed_forward'), 'ln_2': 'pre_ff_layernorm',
            'ln_f': 'model.final_layernorm'},
     rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A', 'B')))
-FAMILIES = {  # model_type: Family
-    'qwen3': QWEN3,
-    'llama': LLAMA,
-    'mistral': MISTRAL,
-    'qwen2': QWEN2,
-    'mixtral': MIXTRAL,
-    'qwen3_moe': QWEN3_MOE,
-    'deepseek_v3': DEEPSEEK_V3,
-    'deepseek_v2': like(
-        DEEPSEEK_V3, 'DeepseekV2ForCausalLM',
-        fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
-        required=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
-        rules=(WRITE_LATENT, Rule(dict(topk_method=None), write=write_deepseek_v2))),
-    'bloom': BLOOM,
-    'falcon': FALCON,
-    'gpt_neox': like(
-        BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-        fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
-                'norm_eps': 'layer_norm_eps'},
-        fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
-        names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
-               'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
-        rules=(converted('norm_placement', 'use_parallel_residual',
-                         lambda given, args: 'parallel_2' if given else 'pre',
-                         lambda config: config.norm_placement == 'parallel_2', True),
-               Rule({}, write=lambda config, c: c.update(
-                   rotary_emb_base=config.rope_base, rotary_pct=config.partial_rotary_factor)))),
-    'gpt2': like(GPT, layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
-                                            'mlp.c_proj.weight'), TRANSPOSED)),
-    'mpt': like(
-        BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
-        fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
-                    attn_scale='softmax_scale'),
-        fixed=dict(bias=False, mlp='gelu', embed_norm=False),
-        required=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
-                    norm_type='low_precision_layernorm', attn_type='multihead_attention'),
-        names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
-               'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
-               'mlp.c_proj': 'ffn.down_proj'},
-        rules=(Rule({}, write=write_mpt),)),
-    'olmo2': OLMO2,
-    'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL',
-                  fixed=dict(local={})),
-    'gemma2': GEMMA2,
-    'gemma3_text': like(
-        GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', fixed=dict(
-            qk_norm=True, rope_base=1e6, local={'rope_base': 1e4}),
-        required=dict(use_bidirectional_attention=False),
-        rules=(*GEMMA2.rules, Rule(dict(  # published files lack these
-            vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
-            sliding_window=4096, max_position_embeddings=131072)))),
-    'gemma4_text': GEMMA4,
-    'gemma4_unified_text': like(GEMMA4, 'Gemma4UnifiedForCausalLM'),
-    'lfm2': LFM2,
-    'lfm2_moe': like(
-        LFM2, 'Lfm2MoeForCausalLM', rules=(), fields=dict(
-            QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
-            routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
-        fixed=dict(router='sigmoid'),
-        names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
-               'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
-               'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
-    'lfm3': like(
-        LFM2, 'Lfm3ForCausalLM', layers='CLS', rules=(),
-        fixed=dict(norm_placement='sandwich', attn_gate='head', local={}),
-        required=dict(use_sandwich_norm=True, use_attention_gate=True),
-        fields=dict(d_ff='intermediate_size'),
-        names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
-               'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_operator_norm', 'ln_3': 'ffn_norm',
-               'ln_4': 'post_ffn_norm'}),
-    'bamba': BAMBA,
-    'granitemoehybrid': like(
-        like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='BL',
-        fields=dict(mlp=None, d_ff=None), required=dict(normalization_function='rmsnorm', hidden_act='silu'),
-        names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
-               'mlp.c_proj': 'shared_mlp.output_linear'},
-        rules=(*MAMBA['rules'], LOGITS_SCALING,
-               Rule(dict(position_embedding_type=None, shared_intermediate_size=1024),
-                    read_granite_hybrid, write_granite_hybrid))),
-    'nemotron_h': like(
-        BAMBA, 'NemotronHForCausalLM', layer=nemotron_layer,
-        fields=dict(NO_BIAS, mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon',
-                    tie_word_embeddings=None, n_expert='n_routed_experts',
-                    n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
-                    linear_n_key_head='n_groups',
-                    **same('norm_topk_prob routed_scaling_factor n_group topk_group'),
-                    linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
-                    linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
-                    linear_conv_bias='use_conv_bias'),
-        fixed=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
-                   tie_word_embeddings=False),
-        required=dict(use_bias=False, mamba_hidden_act='silu'),
-        harmless='attention_bias n_shared_experts topk_method expand',
-        names={**renamed(BAMBA, 'mamba|self_attn|mlp|feed_forward', 'mixer'),
-               'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
-               'mlp.c_fc': 'mixer.up_proj',
-               'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
-               'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
-        rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, num_hidden_layers=0),
-                    read_nemotron_h, write_nemotron_h),
-               shared_width('moe_shared_expert_intermediate_size'))),
-    'kimi_linear': like(
-        DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM',
-        fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
-                    n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
-                    n_group='num_expert_group', norm_topk_prob='moe_renormalize',
-                    linear_n_key_head='linear_num_heads', linear_key_head_dim='linear_head_dim',
-                    linear_conv_kernel_dim='linear_conv_kernel_dim'),
-        fixed=dict(pos='none'),
-        required=dict(mla_use_nope=True, use_grouped_topk=True,
-                    moe_router_activation_func='sigmoid'),
-        names={**renamed(DEEPSEEK_V3, 'mlp', 'block_sparse_moe'),
-               'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
-               'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
-               'K.attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.g_a_proj '
-                                'self_attn.b_proj self_attn.f_a_proj',
-               'attn.c_gate': 'self_attn.g_b_proj', 'attn.c_decay': 'self_attn.f_b_proj',
-               'attn.A_log': 'self_attn.A_log', 'attn.dt_bias': 'self_attn.dt_bias',
-               'attn.o_norm': 'self_attn.o_norm.weight', 'attn.conv':
-               'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
-        rows={'attn.c_attn': None, 'attn.conv': rows_convolution},
-        layouts={'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
-        rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear))),
-    'phi': like(
-        BASE, 'PhiForCausalLM',
-        fields=dict(NO_BIAS, norm_eps='layer_norm_eps', head_dim=None),
-        fixed=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
-                  partial_rotary_factor=0.5),
-        names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
-               'mlp.c_proj': 'mlp.fc2'}),
-    'smollm3': like(LLAMA, 'SmolLM3ForCausalLM', layers='SL', rules=NO_ROPE),
-    'gpt_oss': like(
-        BASE, 'GptOssForCausalLM', layers='SL',
-        required=dict(swiglu_alpha=1.702, hidden_act='silu'),
-        fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit'),
-        fixed=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True),
-        names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router',
-               'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
-               'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
-        rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS),
-    'minimind': like(
-        QWEN3_MOE, 'MiniMindForCausalLM', exports=False,  # transformers does not have it
-        harmless='n_shared_experts scoring_func',
-        rules=(Rule(dict(use_moe=False, n_routed_experts=None), read_minimind),)),
-    'qwen2_moe': like(
-        QWEN2, 'Qwen2MoeForCausalLM', layers='L',
-        fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
-        fixed=dict(shared_gate=True), names=SHARED_NAMES,
-        rules=(DENSE_LAYERS, SHARED_EXPERT)),
-    'qwen3_next': QWEN3_NEXT,
-    'qwen3_5_text': like(QWEN3_5_MOE, 'Qwen3_5ForCausalLM', fixed=dict(shared_gate=None),
-                         fields=dict.fromkeys(QWEN_EXPERTS), rules=()),
-    'gemma': like(
-        GEMMA2, 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
-        fields=dict(attn_softcap=None, logit_softcap=None),
-        rules=(GEMMA,)),
-    'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', fixed=dict(norm_placement='pre'),
-                       names={'ln_2': 'pre_feedforward_layernorm'}),
-    'phi3': like(
-        MISTRAL, 'Phi3ForCausalLM', fixed=dict(partial_rotary_factor=1.0),
-        names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'}),
-    'glm': GLM,
-    'glm4': like(
-        GLM, 'Glm4ForCausalLM', fixed=dict(norm_placement='sandwich'),
-        names={'ln_2': 'post_self_attn_layernorm', 'ln_3': 'post_attention_layernorm',
-               'ln_4': 'post_mlp_layernorm'}),
-    'granite': GRANITE,
-    'hyperclovax': like(
-        GRANITE, 'HyperCLOVAXForCausalLM', required=dict(use_post_norm=True, residual_multiplier=1.0),
-        fixed=dict(norm_placement='sandwich'), rules=(),
-        fields=dict(logit_scale='logits_scaling'),
-        names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
-    'cohere': COHERE,
-    'cohere2': like(
-        COHERE, 'Cohere2ForCausalLM', layers='SSSL',
-        required=dict(position_embedding_type='rope_gptj'), rules=(ROPE_WHERE_SHORT,)),
-    'exaone4': like(
-        MISTRAL, 'Exaone4ForCausalLM', layers='SSSL',
-        fixed=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
-        names=OLMO2.names),
-    'ernie4_5': like(
-        MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED),
-    'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None),
-                   rows=INTERLEAVED, exports=False),  # n_head * head_dim must be n_embd
-    'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias')),
-    'internlm3': LLAMA,
-    'iquestcoder': like(LLAMA, exports=False),  # transformers does not have it
-    'ministral': like(MISTRAL, 'MinistralForCausalLM', layers='SL'),
-    'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
-    'mistral4': like(
-        DEEPSEEK_V3, 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not have it
-        fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
-        required=dict(scoring_func='softmax'),
-        rules=(LENGTH_SCALE,)),
-    'youtu': YOUTU,
-    'minicpm3': like(
-        YOUTU, 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
-        required=dict(rope_interleave=None), rows=dict.fromkeys(LATENT['rows']),
-        rules=(WRITE_LATENT, converted(
-            'residual_scale', 'scale_depth', lambda given, args: given / args['n_layer'] ** 0.5,
-            lambda config: config.residual_scale * config.n_layer ** 0.5, 1.4), converted(
-            'logit_scale', 'dim_model_base', lambda given, args: given / args['n_embd'],
-            lambda config: round(config.logit_scale * config.n_embd), 256))),
-    'mellum': like(
-        QWEN3_MOE, 'MellumForCausalLM', layers='SL', fixed=dict(local={}), rules=(MLP_TYPES,)),
-    'flint': like(
-        QWEN3_MOE, 'FlintForCausalLM', layers='SL',
-        fixed=dict(attn_sink=True, router='sigmoid'),
-        names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
-        rules=(DENSE_LAYERS, SHARED_EXPERT, LOCAL_ROPE)),
-    'granite_swa': like(GRANITE, 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
-                        rules=(LOGITS_SCALING, LAYER_ROPE)),
-    'granitemoe_swa': like(
-        GRANITE_MOE, 'GraniteMoeSWAForCausalLM', **WINDOWS_AND_SINKS, names={
-            **GRANITE_SHARED, 'mlp.router': 'block_sparse_moe.router',
-            'mlp.experts.c_fc.weight': 'block_sparse_moe.experts.gate_up_proj',
-            'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
-        rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
-    'cwm': like(
-        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias'),
-        rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),)),  # None is not allowed
-    'starcoder2': like(
-        MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
-        fixed=LAYERNORM,
-        harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
-        names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
-    'stablelm': like(
-        MISTRAL, 'StableLmForCausalLM', layers='L',
-        fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps', head_dim=None),
-        fixed=dict(LAYERNORM, partial_rotary_factor=0.25)),
-    'arcee': ARCEE,
-    'nemotron': like(
-        ARCEE, 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
-        fixed=dict(LAYERNORM, partial_rotary_factor=0.5),
-        layouts=PLUS_ONE_NORMS),
-    'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
-                  fixed=dict(LAYERNORM)),
-    'apertus': like(
-        ARCEE, 'ApertusForCausalLM', required=dict(qk_norm=True),
-        exports=False,  # its files also need constants
-        fixed=dict(qk_norm=True),
-        names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
-               'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'}),
-    'olmo': like(BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None, clip_qkv='clip_qkv'),
-                 fixed=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
-    'nanochat': like(
-        BASE, 'NanoChatForCausalLM',
-        fields=dict(logit_softcap='final_logit_softcapping'),
-        fixed=dict(qk_norm='rotated', norm_weight=False, embed_norm=True),
-        names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped}),
-    'hunyuan_v1_dense': HUNYUAN,
-    'opt': like(
-        MISTRAL, 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
-        required=dict(do_layer_norm_before=True),
-        fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
-                    bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
-                    norm_bias='layer_norm_elementwise_affine'),
-        fixed=dict(LAYERNORM, pos='learned'),
-        names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
-               'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
-               'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
-               'mlp.c_proj': 'fc2'},
-        layouts={'wpe.weight': AFTER_TWO}),
-    'gptj': GPTJ,
-    'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
-                    rows={'attn.c_attn': rows_codegen}),
-    'gpt_neo': like(
-        GPT, 'GPTNeoForCausalLM', exports=False,
-        fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
-                    n_embd='hidden_size', d_ff='intermediate_size', window='window_size'),
-        fixed=dict(qkv_bias=False, attn_scale=1.0),
-        names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
-               'attn.c_proj': 'attn.attention.out_proj'},
-        rules=(worded('window_pattern', 'attention_layers', dict(L='global', S='local')),)),
-    'gpt_bigcode': like(
-        GPT, 'GPTBigCodeForCausalLM', fixed=dict(n_kv_head=1), required=dict(multi_query=True)),
-    'glm4_moe': like(
-        DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
-        fixed=dict(partial_rotary_factor=0.5)),
-    'solar_open': like(
-        DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=None, n_dense_layer=None)),
-    'dots1': like(
-        DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
-        fixed=dict(qk_norm=True), required=dict(scoring_func=None),
-        harmless='scoring_func'),
-    'exaone_moe': like(
-        DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
-        fields=dict(NO_BIAS, n_expert='num_experts', n_shared_expert='num_shared_experts'),
-        fixed=dict(qk_norm=True),
-        names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
-        rules=(MLP_TYPES, LOCAL_ROPE)),
-    'afmoe': like(
-        DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
-        fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
-                    **NO_BIAS),
-        required=dict(score_func='sigmoid', route_norm=True),
-        harmless='n_group topk_group',
-        fixed=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
-        names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
-               'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
-        rules=(LOCAL_ROPE, converted(
-            'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
-            lambda config: config.embed_scale != 1))),
-    'hy_v3': like(
-        DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
-        fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
-        harmless='n_group topk_group',
-        fixed=dict(qk_norm=True),
-        names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
-        rules=(MLP_TYPES,)),
-    'minimax_m2': like(
-        MIXTRAL, 'MiniMaxM2ForCausalLM', layers='L',
-        fixed=dict(qk_norm='whole', router='sigmoid', balance_bias=True,
-                  partial_rotary_factor=1.0),
-        required=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
-                    use_routing_bias=True),
-        names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
-        rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
-    'ernie4_5_moe': like(
-        MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L',
-        fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
-                    n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
-        fixed=dict(balance_bias=True),
-        required=dict(moe_layer_interval=1),
-        names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
-        rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}),
-    'glm4_moe_lite': like(DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', rules=(WRITE_LATENT, MLP_TYPES)),
-    'deepseek_v32': DEEPSEEK_V32,
-    'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
-    'granitemoe': GRANITE_MOE,
-    'granitemoeshared': like(
-        GRANITE_MOE, 'GraniteMoeSharedForCausalLM', names=GRANITE_SHARED,
-        rules=(LOGITS_SCALING, shared_width('shared_intermediate_size'))),
-    'hunyuan_v1_moe': like(
-        HUNYUAN, 'HunYuanMoEV1ForCausalLM', fixed=dict(n_shared_expert=1),
-        fields=dict(n_expert='num_experts', n_expert_active='moe_topk'),
-        names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
-        rules=(*HUNYUAN.rules, Rule({}, read_topk))),
-    'qwen3_5_moe_text': QWEN3_5_MOE,
-    'llama4_text': like(
-        BASE, 'Llama4ForCausalLM', exports=False,
-        fields=dict(EXPERTS, d_ff='intermediate_size_mlp'),
-        fixed=dict(qk_norm='unit', n_shared_expert=1, router='sigmoid',
-                  norm_topk_prob=False, expert_input_scale=True),
-        names={'mlp.c_fc': 'feed_forward.gate_proj feed_forward.up_proj',
-               'mlp.c_proj': 'feed_forward.down_proj', 'mlp.router': 'feed_forward.router',
-               'mlp.experts.c_fc.weight': 'feed_forward.experts.gate_up_proj',
-               'mlp.experts.c_proj.weight': 'feed_forward.experts.down_proj',
-               'mlp.shared.c_fc': 'feed_forward.shared_expert.gate_proj feed_forward.shared_expert.up_proj',
-               'mlp.shared.c_proj': 'feed_forward.shared_expert.down_proj'},
-        rows=INTERLEAVED,
-        layouts=TRANSPOSED_EXPERTS,
-        rules=(*NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
-                                  use_qk_norm=True), read_llama4),
-               every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E', 1),
-               listed('expert_pattern', 'moe_layers', 'E', 'D'))),
-    'kimi_k2': like(DEEPSEEK_V3, exports=False),  # transformers does not have it
-    'flex_olmo': FLEX_OLMO,
-    'olmoe': like(
-        FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names, fields=same('clip_qkv'),
-        fixed=dict(norm_placement='pre')),
-}
+add(
+    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM',
+    fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
+    required=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
+    rules=(WRITE_LATENT, Rule(dict(topk_method=None), write=write_deepseek_v2)))
+add(
+    'gpt_neox', 'bloom', 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
+    fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
+            'norm_eps': 'layer_norm_eps'},
+    fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
+    names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
+           'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
+    rules=(converted('norm_placement', 'use_parallel_residual',
+                     lambda given, args: 'parallel_2' if given else 'pre',
+                     lambda config: config.norm_placement == 'parallel_2', True),
+           Rule({}, write=lambda config, c: c.update(
+               rotary_emb_base=config.rope_base, rotary_pct=config.partial_rotary_factor))))
+add('gpt2', GPT, layouts=dict.fromkeys(
+    ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight'), TRANSPOSED))
+add(
+    'mpt', 'bloom', 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
+    fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
+                attn_scale='softmax_scale'),
+    fixed=dict(bias=False, mlp='gelu', embed_norm=False),
+    required=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
+                  norm_type='low_precision_layernorm', attn_type='multihead_attention'),
+    names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
+           'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
+           'mlp.c_proj': 'ffn.down_proj'},
+    rules=(Rule({}, write=write_mpt),))
+add('olmo3', 'olmo2', 'Olmo3ForCausalLM', layers='SSSL', fixed=dict(local={}))
+add(
+    'gemma3_text', 'gemma2', 'Gemma3ForCausalLM', layers='SSSSSL',
+    fixed=dict(qk_norm=True, rope_base=1e6, local={'rope_base': 1e4}),
+    required=dict(use_bidirectional_attention=False),
+    rules=(*FAMILIES['gemma2'].rules, Rule(dict(  # published files lack these
+        vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+        sliding_window=4096, max_position_embeddings=131072))))
+add('gemma4_unified_text', 'gemma4_text', 'Gemma4UnifiedForCausalLM')
+add(
+    'lfm2_moe', 'lfm2', 'Lfm2MoeForCausalLM', rules=(), fields=dict(
+        QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
+        routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
+    fixed=dict(router='sigmoid'),
+    names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
+           'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
+           'mlp.experts.c_proj': 'feed_forward.experts.E.w2'})
+add(
+    'lfm3', 'lfm2', 'Lfm3ForCausalLM', layers='CLS', rules=(),
+    fixed=dict(norm_placement='sandwich', attn_gate='head', local={}),
+    required=dict(use_sandwich_norm=True, use_attention_gate=True),
+    fields=dict(d_ff='intermediate_size'),
+    names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
+           'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_operator_norm', 'ln_3': 'ffn_norm',
+           'ln_4': 'post_ffn_norm'})
+add(
+    'granitemoehybrid', like(FAMILIES['granitemoe'], **MAMBA), 'GraniteMoeHybridForCausalLM', layers='BL',
+    fields=dict(mlp=None, d_ff=None), required=dict(normalization_function='rmsnorm', hidden_act='silu'),
+    names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
+           'mlp.c_proj': 'shared_mlp.output_linear'},
+    rules=(*MAMBA['rules'], LOGITS_SCALING,
+           Rule(dict(position_embedding_type=None, shared_intermediate_size=1024),
+                read_granite_hybrid, write_granite_hybrid)))
+add(
+    'nemotron_h', 'bamba', 'NemotronHForCausalLM', layer=nemotron_layer,
+    fields=dict(NO_BIAS, mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon',
+                tie_word_embeddings=None, n_expert='n_routed_experts',
+                n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
+                linear_n_key_head='n_groups',
+                **same('norm_topk_prob routed_scaling_factor n_group topk_group'),
+                linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
+                linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
+                linear_conv_bias='use_conv_bias'),
+    fixed=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
+               tie_word_embeddings=False),
+    required=dict(use_bias=False, mamba_hidden_act='silu'),
+    harmless='attention_bias n_shared_experts topk_method expand',
+    names={**renamed('bamba', 'mamba|self_attn|mlp|feed_forward', 'mixer'),
+           'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
+           'mlp.c_fc': 'mixer.up_proj',
+           'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
+           'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
+    rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, num_hidden_layers=0),
+                read_nemotron_h, write_nemotron_h),
+           shared_width('moe_shared_expert_intermediate_size')))
+add(
+    'kimi_linear', 'deepseek_v3', 'KimiLinearForCausalLM', layers='KKKM',
+    fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
+                n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
+                n_group='num_expert_group', norm_topk_prob='moe_renormalize',
+                linear_n_key_head='linear_num_heads', linear_key_head_dim='linear_head_dim',
+                linear_conv_kernel_dim='linear_conv_kernel_dim'),
+    fixed=dict(pos='none'),
+    required=dict(mla_use_nope=True, use_grouped_topk=True,
+                  moe_router_activation_func='sigmoid'),
+    names={**renamed('deepseek_v3', 'mlp', 'block_sparse_moe'),
+           'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
+           'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
+           'K.attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.g_a_proj '
+                            'self_attn.b_proj self_attn.f_a_proj',
+           'attn.c_gate': 'self_attn.g_b_proj', 'attn.c_decay': 'self_attn.f_b_proj',
+           'attn.A_log': 'self_attn.A_log', 'attn.dt_bias': 'self_attn.dt_bias',
+           'attn.o_norm': 'self_attn.o_norm.weight', 'attn.conv':
+           'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
+    rows={'attn.c_attn': None, 'attn.conv': rows_convolution},
+    layouts={'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
+    rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear)))
+add(
+    'phi', BASE, 'PhiForCausalLM',
+    fields=dict(NO_BIAS, norm_eps='layer_norm_eps', head_dim=None),
+    fixed=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
+               partial_rotary_factor=0.5),
+    names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
+           'mlp.c_proj': 'mlp.fc2'})
+add('smollm3', 'llama', 'SmolLM3ForCausalLM', layers='SL', rules=NO_ROPE)
+add(
+    'gpt_oss', BASE, 'GptOssForCausalLM', layers='SL',
+    required=dict(swiglu_alpha=1.702, hidden_act='silu'),
+    fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit'),
+    fixed=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True),
+    names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router',
+           'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
+           'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
+    rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS)
+add(
+    'minimind', 'qwen3_moe', 'MiniMindForCausalLM', exports=False,  # transformers does not have it
+    harmless='n_shared_experts scoring_func',
+    rules=(Rule(dict(use_moe=False, n_routed_experts=None), read_minimind),))
+add(
+    'qwen2_moe', 'qwen2', 'Qwen2MoeForCausalLM', layers='L',
+    fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
+    fixed=dict(shared_gate=True), names=SHARED_NAMES,
+    rules=(DENSE_LAYERS, SHARED_EXPERT))
+add('qwen3_5_text', 'qwen3_5_moe_text', 'Qwen3_5ForCausalLM', fixed=dict(shared_gate=None),
+    fields=dict.fromkeys(QWEN_EXPERTS), rules=())
+add(
+    'gemma', 'gemma2', 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
+    fields=dict(attn_softcap=None, logit_softcap=None),
+    rules=(GEMMA,))
+add('vaultgemma', 'gemma2', 'VaultGemmaForCausalLM', fixed=dict(norm_placement='pre'),
+    names={'ln_2': 'pre_feedforward_layernorm'})
+add(
+    'phi3', 'mistral', 'Phi3ForCausalLM', fixed=dict(partial_rotary_factor=1.0),
+    names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'})
+add(
+    'glm4', 'glm', 'Glm4ForCausalLM', fixed=dict(norm_placement='sandwich'),
+    names={'ln_2': 'post_self_attn_layernorm', 'ln_3': 'post_attention_layernorm',
+           'ln_4': 'post_mlp_layernorm'})
+add(
+    'hyperclovax', 'granite', 'HyperCLOVAXForCausalLM',
+    required=dict(use_post_norm=True, residual_multiplier=1.0),
+    fixed=dict(norm_placement='sandwich'), rules=(),
+    fields=dict(logit_scale='logits_scaling'),
+    names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'})
+add(
+    'cohere2', 'cohere', 'Cohere2ForCausalLM', layers='SSSL',
+    required=dict(position_embedding_type='rope_gptj'), rules=(ROPE_WHERE_SHORT,))
+add(
+    'exaone4', 'mistral', 'Exaone4ForCausalLM', layers='SSSL',
+    fixed=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
+    names=FAMILIES['olmo2'].names)
+add('ernie4_5', 'mistral', 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED)
+add('helium', 'llama', 'HeliumForCausalLM', fields=dict(proj_bias=None),
+    rows=INTERLEAVED, exports=False)  # n_head * head_dim must be n_embd
+add('seed_oss', 'llama', 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'))
+add('internlm3', 'llama')
+add('iquestcoder', 'llama', exports=False)  # transformers does not have it
+add('ministral', 'mistral', 'MinistralForCausalLM', layers='SL')
+add('ministral3', 'mistral', 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,))
+add(
+    'mistral4', 'deepseek_v3', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not have it
+    fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
+    required=dict(scoring_func='softmax'),
+    rules=(LENGTH_SCALE,))
+add(
+    'minicpm3', 'youtu', 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
+    required=dict(rope_interleave=None), rows=dict.fromkeys(LATENT['rows']),
+    rules=(WRITE_LATENT, converted(
+        'residual_scale', 'scale_depth', lambda given, args: given / args['n_layer'] ** 0.5,
+        lambda config: config.residual_scale * config.n_layer ** 0.5, 1.4), converted(
+        'logit_scale', 'dim_model_base', lambda given, args: given / args['n_embd'],
+        lambda config: round(config.logit_scale * config.n_embd), 256)))
+add('mellum', 'qwen3_moe', 'MellumForCausalLM', layers='SL', fixed=dict(local={}), rules=(MLP_TYPES,))
+add(
+    'flint', 'qwen3_moe', 'FlintForCausalLM', layers='SL',
+    fixed=dict(attn_sink=True, router='sigmoid'),
+    names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
+    rules=(DENSE_LAYERS, SHARED_EXPERT, LOCAL_ROPE))
+add('granite_swa', 'granite', 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
+    rules=(LOGITS_SCALING, LAYER_ROPE))
+add(
+    'granitemoe_swa', 'granitemoe', 'GraniteMoeSWAForCausalLM', **WINDOWS_AND_SINKS, names={
+        **GRANITE_SHARED, 'mlp.router': 'block_sparse_moe.router',
+        'mlp.experts.c_fc.weight': 'block_sparse_moe.experts.gate_up_proj',
+        'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
+    rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size')))
+add(
+    'cwm', 'mistral', 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias'),
+    rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),))  # None is not allowed
+add(
+    'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
+    fixed=LAYERNORM,
+    harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
+    names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'})
+add(
+    'stablelm', 'mistral', 'StableLmForCausalLM', layers='L',
+    fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps', head_dim=None),
+    fixed=dict(LAYERNORM, partial_rotary_factor=0.25))
+add(
+    'nemotron', 'arcee', 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
+    fixed=dict(LAYERNORM, partial_rotary_factor=0.5),
+    layouts=PLUS_ONE_NORMS)
+add('jais2', 'arcee', 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'), fixed=dict(LAYERNORM))
+add(
+    'apertus', 'arcee', 'ApertusForCausalLM', required=dict(qk_norm=True),
+    exports=False,  # its files also need constants
+    fixed=dict(qk_norm=True),
+    names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
+           'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'})
+add('olmo', BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None, clip_qkv='clip_qkv'),
+    fixed=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False))
+add(
+    'nanochat', BASE, 'NanoChatForCausalLM',
+    fields=dict(logit_softcap='final_logit_softcapping'),
+    fixed=dict(qk_norm='rotated', norm_weight=False, embed_norm=True),
+    names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped})
+add(
+    'opt', 'mistral', 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
+    required=dict(do_layer_norm_before=True),
+    fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
+                bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
+                norm_bias='layer_norm_elementwise_affine'),
+    fixed=dict(LAYERNORM, pos='learned'),
+    names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
+           'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
+           'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
+           'mlp.c_proj': 'fc2'},
+    layouts={'wpe.weight': AFTER_TWO})
+add('codegen', 'gptj', 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
+    rows={'attn.c_attn': rows_codegen})
+add(
+    'gpt_neo', GPT, 'GPTNeoForCausalLM', exports=False,
+    fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
+                n_embd='hidden_size', d_ff='intermediate_size', window='window_size'),
+    fixed=dict(qkv_bias=False, attn_scale=1.0),
+    names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
+           'attn.c_proj': 'attn.attention.out_proj'},
+    rules=(worded('window_pattern', 'attention_layers', dict(L='global', S='local')),))
+add('gpt_bigcode', GPT, 'GPTBigCodeForCausalLM', fixed=dict(n_kv_head=1), required=dict(multi_query=True))
+add(
+    'glm4_moe', DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
+    fixed=dict(partial_rotary_factor=0.5))
+add('solar_open', DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=None, n_dense_layer=None))
+add(
+    'dots1', DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
+    fixed=dict(qk_norm=True), required=dict(scoring_func=None),
+    harmless='scoring_func')
+add(
+    'exaone_moe', DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
+    fields=dict(NO_BIAS, n_expert='num_experts', n_shared_expert='num_shared_experts'),
+    fixed=dict(qk_norm=True),
+    names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
+    rules=(MLP_TYPES, LOCAL_ROPE))
+add(
+    'afmoe', DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
+    fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
+                **NO_BIAS),
+    required=dict(score_func='sigmoid', route_norm=True),
+    harmless='n_group topk_group',
+    fixed=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
+    names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
+           'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
+    rules=(LOCAL_ROPE, converted(
+        'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
+        lambda config: config.embed_scale != 1)))
+add(
+    'hy_v3', DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
+    fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
+    harmless='n_group topk_group',
+    fixed=dict(qk_norm=True),
+    names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
+    rules=(MLP_TYPES,))
+add(
+    'minimax_m2', 'mixtral', 'MiniMaxM2ForCausalLM', layers='L',
+    fixed=dict(qk_norm='whole', router='sigmoid', balance_bias=True,
+               partial_rotary_factor=1.0),
+    required=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
+                  use_routing_bias=True),
+    names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
+    rules=(Rule(dict(rotary_dim=None), read_rotary_dim),))
+add(
+    'ernie4_5_moe', 'mistral', 'Ernie4_5_MoeForCausalLM', layers='L',
+    fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
+                n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
+    fixed=dict(balance_bias=True),
+    required=dict(moe_layer_interval=1),
+    names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
+    rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW})
+add('glm4_moe_lite', 'deepseek_v3', 'Glm4MoeLiteForCausalLM', rules=(WRITE_LATENT, MLP_TYPES))
+add('glm_moe_dsa', 'deepseek_v32', 'GlmMoeDsaForCausalLM')
+add(
+    'granitemoeshared', 'granitemoe', 'GraniteMoeSharedForCausalLM', names=GRANITE_SHARED,
+    rules=(LOGITS_SCALING, shared_width('shared_intermediate_size')))
+add(
+    'hunyuan_v1_moe', 'hunyuan_v1_dense', 'HunYuanMoEV1ForCausalLM', fixed=dict(n_shared_expert=1),
+    fields=dict(n_expert='num_experts', n_expert_active='moe_topk'),
+    names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
+    rules=(Rule({}, read_hunyuan), Rule({}, read_topk)))
+add(
+    'llama4_text', BASE, 'Llama4ForCausalLM', exports=False,
+    fields=dict(EXPERTS, d_ff='intermediate_size_mlp'),
+    fixed=dict(qk_norm='unit', n_shared_expert=1, router='sigmoid',
+               norm_topk_prob=False, expert_input_scale=True),
+    names={'mlp.c_fc': 'feed_forward.gate_proj feed_forward.up_proj',
+           'mlp.c_proj': 'feed_forward.down_proj', 'mlp.router': 'feed_forward.router',
+           'mlp.experts.c_fc.weight': 'feed_forward.experts.gate_up_proj',
+           'mlp.experts.c_proj.weight': 'feed_forward.experts.down_proj',
+           'mlp.shared.c_fc': 'feed_forward.shared_expert.gate_proj feed_forward.shared_expert.up_proj',
+           'mlp.shared.c_proj': 'feed_forward.shared_expert.down_proj'},
+    rows=INTERLEAVED,
+    layouts=TRANSPOSED_EXPERTS,
+    rules=(*NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
+                              use_qk_norm=True), read_llama4),
+           every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E', 1),
+           listed('expert_pattern', 'moe_layers', 'E', 'D')))
+add('kimi_k2', 'deepseek_v3', exports=False)  # transformers does not have it
+add(
+    'olmoe', 'flex_olmo', 'OlmoeForCausalLM', names=BASE.names, fields=same('clip_qkv'),
+    fixed=dict(norm_placement='pre'))
 # a model that has no family is exported as the first of these that computes the same
 SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepseek_v3', 'bloom', 'falcon',
           'gpt2', 'qwen3_5_text', 'youtu', 'glm4_moe')
