@@ -18,9 +18,8 @@ class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
     To add a family, start from the nearest one and give the names of fields and tensors that differ. Use a
-    Rule for a field that needs more than a name (see `converted` and the functions after it), and `rows` (see
-    `ordered`) or `layouts` for a tensor that is stored differently. A config.json with a field that no table
-    mentions is an error. tests/test_hub.py compares each family with transformers.
+    Rule for a field that needs more than a name, and `rows` or `layouts` for a tensor that is stored
+    differently. Any other field in config.json is an error. tests/test_hub.py needs a model of the family.
     """
     arch: str                   # the class in transformers
     fields: dict                # GPTConfig's field: config.json's; of several names, the first one given
@@ -28,15 +27,15 @@ class Family(typing.NamedTuple):
     names: dict                 # our module or tensor: transformers' names (or a function of the config),
     #                             which split its rows in order. E: number of an expert. The key
     #                             'D.attn.c_attn' applies only to layers of mixer D
-    layer: str                  # prefix of the names inside block N, or a function (config, N, our name)
+    layer: str                  # prefix of names inside block N, or a function (config, N, our name)
     required: dict = {}         # the only supported values of config.json's fields
     rules: tuple = ()
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each fused
     #                             projection) -> row numbers in each stored tensor
     layouts: dict = {}          # our tensor: Layout
     harmless: str = ''          # patterns of config.json's fields that change nothing
-    layers: str = 'L'           # letters of LAYER_TYPES, repeated, unless config.json has layer_types
-    exports: bool = True        # False: this family can only be read
+    layers: str = 'L'           # letters of LAYER_TYPES, repeated; default for config.json's layer_types
+    exports: bool = True        # False: read only
 
 
 class Rule(typing.NamedTuple):
@@ -65,7 +64,7 @@ FAMILIES = {}  # model_type: Family
 
 
 def add(kind, base, arch=None, **changes):
-    """Adds a family for this model_type. base: a Family, or the model_type of one, to which changes apply."""
+    """Adds a family: `base`, a Family or its model_type, with changes."""
     FAMILIES[kind] = like(base if isinstance(base, Family) else FAMILIES[base], arch, **changes)
 
 
@@ -98,7 +97,7 @@ CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels,
 
 
 def shares(groups, *parts):
-    """Row numbers, (n,) per part -> the first share of each part, the second share of each part, ..."""
+    """(n,) per part -> the first share of each part, the second share of each part, ..."""
     return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
 
 
@@ -120,7 +119,7 @@ def rows_interleaved(config, q, k, *others):
 
 
 def rows_swapped(config, q, k, v):
-    """Swaps the halves of each query's and key's head, because nanochat rotates in the other direction."""
+    """Swaps the halves of each head, because nanochat rotates in the other direction."""
     return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
 
 
@@ -166,13 +165,11 @@ def rows_mamba_convolution(config, rows):
 
 # fields of config.json that need more than a name -----------------------------------------------------------
 
-def converted(ours, theirs, read, write, default=None):
+def converted(ours, theirs, read, write, default):
     """The Rule of a field with other values. read: (their value, GPTConfig's fields so far) -> our value;
     write: GPTConfig -> their value."""
-    def read_value(c, args):
-        if c[theirs] is not None:
-            args[ours] = read(c[theirs], args)
-    return Rule({theirs: default}, read_value, lambda config, c: c.update({theirs: write(config)}))
+    return Rule({theirs: default}, lambda c, args: args.update({ours: read(c[theirs], args)}),
+                lambda config, c: c.update({theirs: write(config)}))
 
 
 def shared_width(theirs):
@@ -434,7 +431,7 @@ MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(D='dense', E='spars
 DENSE_LAYERS = listed('expert_pattern', 'mlp_only_layers', 'D', 'E')
 LENGTH_SCALE = Rule({}, read_ministral3, write_ministral3)
 LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
-                           lambda config: 1 / config.logit_scale)
+                           lambda config: 1 / config.logit_scale, 1.0)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
 LOCAL_ROPE = Rule({}, read_rope_where_short)
 ROPE_WHERE_SHORT = Rule({}, read_rope_where_short, write_rope_where_short)
@@ -953,7 +950,7 @@ add(
            'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
     rules=(LOCAL_ROPE, converted(
         'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
-        lambda config: config.embed_scale != 1)))
+        lambda config: config.embed_scale != 1, False)))
 add(
     'hy_v3', DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
     fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
@@ -1014,7 +1011,6 @@ SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepsee
 LAYER_TYPES = {  # letter of our mixer; attention is S with a window, L without
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
-FIRST_TYPES = {'mamba': 'linear_attention', 'attention': 'full_attention'}  # in files of Granite 4
 # GPTConfig's field: transformers' value if ours is None or 0
 OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_qkv=None, q_lora_rank=None)
 GATED_ACTIVATIONS = {  # transformers' name: ours
@@ -1180,8 +1176,8 @@ def read_layers(c, args, family):
     if is_used and 'S' not in layers:
         refuse(c, sliding_window=size)
     if len({*layers}) > 1 and c.get('layer_types'):
-        letters = {LAYER_TYPES[one]: one for one in layers}
-        layers = ''.join(letters.get(FIRST_TYPES.get(one, one), '?') for one in c['layer_types'])
+        letters = {LAYER_TYPES[one]: one for one in layers} | {'mamba': 'B', 'attention': 'L'}  # Granite 4
+        layers = ''.join(letters.get(one, '?') for one in c['layer_types'])
     elif len({*layers}) > 1 and 'max_window_layers' in c:  # number of first layers without a window
         layers = 'L' * (c['max_window_layers']) + 'S' * args['n_layer']
     elif isinstance(period, int):
@@ -1206,7 +1202,7 @@ def write_layers(config, c, family):
 
 
 NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # on one document, after training
-             'bias', 'n_dense_layer', 'window')  # other fields say the same
+             'bias', 'n_dense_layer', 'window')  # other fields include these
 
 
 def canonical(config):
@@ -1308,7 +1304,7 @@ def plan(model, family, renamed=str):
             ends = itertools.accumulate(widths[:len(theirs) - 1])
             rows = [slice(*both) for both in itertools.pairwise([0, *ends, None])]
 
-        # our experts are one tensor (expert, row, column); they may be stored as one tensor per expert
+        # our experts are one tensor (expert, row, column)
         layout = family.layouts.get(name, SAME)
         experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
         is_experts = module.startswith('mlp.experts')

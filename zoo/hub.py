@@ -9,8 +9,8 @@ Reads and writes published models.
     python zoo/hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # writes a file for llama.cpp
     python zoo/hub.py families                            # lists the supported families
 
-train.py, sample.py and bench.py accept --init_from=<id, folder or .gguf>. HF_TOKEN, HF_HOME, HF_ENDPOINT and
-HF_HUB_OFFLINE work as in huggingface_hub. Weights are never read from pickles.
+train.py, sample.py and bench.py accept --init_from=<id, folder or .gguf>. huggingface_hub's environment
+variables, such as HF_TOKEN and HF_HOME, apply. Weights are never read from pickles.
 """
 import dataclasses
 import fnmatch
@@ -82,8 +82,7 @@ def read_headers(folder):
 
 
 def bare(name):
-    """A tensor's name without the parts that only some files have. The first files of GPT-2 and BLOOM lack
-    'transformer.', and models that also read images have 'model.language_model.'."""
+    """A tensor's name without the prefixes that only some files have."""
     name = re.sub(r'^((model|transformer|language_model|text_model|llm|thinker)\.)+', '', name)
     return name.replace('.block_sparse_moe.', '.mlp.')
 
@@ -95,7 +94,7 @@ IGNORED = ['*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.indexer
 
 def check(parts, stored, model, family, folder):
     """Raises ValueError that names all tensors that are missing, unexpected or of another shape."""
-    # a tied head, and the additional layer that predicts the token after the next
+    # a tied head, and a further layer for multi-token prediction
     ignored = [*IGNORED, f"{family.names['lm_head']}.weight", f'layers.{model.config.n_layer}.*']
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     found = {name: one.shape for name, one in stored.items()
@@ -170,10 +169,10 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
 # export -----------------------------------------------------------------------------------------------------
 
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
-    """Writes a folder for AutoModelForCausalLM and, if a tokenizer is given, AutoTokenizer. dtype: None: the
-    model's; family: a key of FAMILIES, None: the model's family, or the first in SHAPES that fits. Raises
-    ValueError if the family computes something else or the folder is not empty, OSError or SafetensorError if
-    writing fails; then nothing has changed."""
+    """Writes a folder for transformers. tokenizer: may be None; dtype: None: the model's; family: a key of
+    FAMILIES, None: the model's family, or the first in SHAPES that fits. Raises ValueError if the family
+    computes something else or the folder is not empty, OSError or SafetensorError if writing fails; then
+    nothing has changed."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     family = family or getattr(model, 'family', None)
@@ -217,8 +216,8 @@ SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'token
 
 
 def fetch(name):
-    """A path, or an id on the hub -> the path, or the folder with the downloaded files. Weights are only
-    downloaded if config.json is supported. Raises OSError."""
+    """A path or an id on the hub -> a path. Downloads weights only if config.json is supported. Raises
+    OSError."""
     if os.path.exists(name):
         return os.fspath(name)
     download = package('huggingface_hub').snapshot_download

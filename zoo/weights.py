@@ -78,9 +78,8 @@ def merge_lora(model):
 
 
 def start_lora(model, config, loaded):
-    """Adds the adapters of train.py's settings to a loaded model. loaded: sample.load's third result, {}
-    without --init_from. Returns the entry 'lora' of a checkpoint. Raises ValueError without a base model, or
-    if it is in out_dir, because a new run renames the files there."""
+    """Adds the adapters of train.py's settings to a model. loaded: sample.load's third result, or {}. Returns
+    a checkpoint's 'lora'. Raises ValueError without a base model, or if a new run would rename its file."""
     from sample import checksum
     if not loaded:
         raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
@@ -193,8 +192,7 @@ IN_8_BITS = {Linear: Int8Linear, FusedLinear: Int8Linear, Embedding: Int8Embeddi
 @torch.no_grad()
 def quantize_weights(model, dtype):
     """Converts the large weights of a model to int8 with scales of dtype. The model can no longer be trained.
-    c_kv stays as it is, because its mixer reads the weight. A model on the meta device can then be filled
-    with fill_rows."""
+    c_kv stays, because its mixer reads the weight. fill_rows can fill a model on the meta device."""
     for name, module in list(model.named_modules()):
         is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 'router', 'shared_gate')
         if is_large and type(module) in IN_8_BITS:
