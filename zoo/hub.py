@@ -168,6 +168,15 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
 
 # export -----------------------------------------------------------------------------------------------------
 
+def tokenizer_files(tokenizer, model):
+    """{file name: text} for AutoTokenizer."""
+    options = {'tokenizer_class': 'PreTrainedTokenizerFast',
+               'eos_token': None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot]),
+               'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
+               **tokenizer.chat_variables, 'chat_template': tokenizer.chat_template}
+    return {'tokenizer.json': to_json(tokenizer), 'tokenizer_config.json': json.dumps(options, indent=2)}
+
+
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
     """Writes a folder for transformers. tokenizer: may be None; dtype: None: the model's; family: a key of
     FAMILIES, None: the model's family, or the first in SHAPES that fits. Raises ValueError if the family
@@ -184,12 +193,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
         stops = list(tokenizer.stop_tokens)  # includes the end of a chat answer
         ends = {'eos_token_id': stops[0] if len(stops) == 1 else stops or None}
         c |= ends
-        options = {'tokenizer_class': 'PreTrainedTokenizerFast',
-                   'eos_token': None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot]),
-                   'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
-                   **tokenizer.chat_variables, 'chat_template': tokenizer.chat_template}
-        texts = {'tokenizer.json': to_json(tokenizer), 'tokenizer_config.json': json.dumps(options, indent=2),
-                 'generation_config.json': json.dumps(ends)}
+        texts = tokenizer_files(tokenizer, model) | {'generation_config.json': json.dumps(ends)}
     texts['config.json'] = json.dumps(c, indent=2)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
