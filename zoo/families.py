@@ -1178,8 +1178,8 @@ def read_layers(c, args, family):
     if len({*layers}) > 1 and c.get('layer_types'):
         letters = {LAYER_TYPES[one]: one for one in layers} | {'mamba': 'B', 'attention': 'L'}  # Granite 4
         layers = ''.join(letters.get(one, '?') for one in c['layer_types'])
-    elif len({*layers}) > 1 and 'max_window_layers' in c:  # number of first layers without a window
-        layers = 'L' * (c['max_window_layers']) + 'S' * args['n_layer']
+    elif layers == 'SL' and 'max_window_layers' in c:  # number of first layers without a window
+        layers = 'L' * c['max_window_layers'] + 'S' * args['n_layer']
     elif isinstance(period, int):
         layers = layers[0] * (period - 1) + 'L'
     layers = layers[:args['n_layer']]
@@ -1227,7 +1227,7 @@ def write_config(config, kind):
     """The nearest config.json of a family. Raises ValueError."""
     family = family_of(kind)
     if not family.exports:
-        raise ValueError(f"{kind} models are only read")
+        raise ValueError(f"exporting {kind} models is not supported")
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.required}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
@@ -1263,7 +1263,7 @@ def config_to_hf(config, kinds=SHAPES):
         nearest.append((kind, lacks))
     kind, lacks = min(nearest, key=lambda one: len(one[1]))
     lacks = ', '.join(f"{name}={getattr(config, name)!r}" for name in lacks)
-    raise ValueError(f"the nearest published family, {kind}, has no {lacks}; --family= names another")
+    raise ValueError(f"the nearest published family, {kind}, has no {lacks}; choose one with --family=")
 
 
 # tensors ----------------------------------------------------------------------------------------------------
@@ -1287,12 +1287,14 @@ def plan(model, family, renamed=str):
         # the tensor's own name, or the module's name with .weight or .bias
         key = next((key for key in keys if key in family.names), None)
         if key is None:
-            raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in families.py")
+            raise ValueError(f"{family.arch} has no name for {ours}: add one to zoo/families.py")
         theirs = family.names[key]
-        before = family.layer if layer else ''
-        before = before(config, int(layer), name) if callable(before) else before.replace('N', layer or '')
-        after = '' if key.endswith(name) else f'.{kind}'
-        theirs = [before + one + after for one in (theirs(config) if callable(theirs) else theirs).split()]
+        prefix = ''
+        if layer:
+            prefix = (family.layer(config, int(layer), name) if callable(family.layer)
+                      else family.layer.replace('N', layer))
+        suffix = '' if key.endswith(name) else f'.{kind}'
+        theirs = [prefix + one + suffix for one in (theirs(config) if callable(theirs) else theirs).split()]
 
         # our rows in each stored tensor
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
