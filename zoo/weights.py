@@ -104,8 +104,8 @@ def adapted_model(checkpoint, state, merge, changes):
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
     model, *_ = load(lora['base'], dtype=torch.float32, **trained | changes)
     if lora.get('base_checksum') not in (None, checksum(lora['base'])):
-        raise ValueError(f"{checkpoint['path']} does not fit {lora['base']}, which was trained again: train "
-                         "the adapters again too")
+        raise ValueError(f"{checkpoint['path']} has adapters for the weights that {lora['base']} had before "
+                         "it was trained again: train the adapters again too")
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     model.load_state_dict(model.state_dict() | state)
     if merge:
