@@ -193,7 +193,10 @@ def with_bos():
 
 
 TOKENIZERS = {  # name: (function that makes it, llama.cpp's name of its pattern, the pattern)
-    'byte': (ByteTokenizer, 'gpt-2', '.|\n'), 'json': (with_bos, 'gpt-2', GPT2_WORDS),
+    'byte': (ByteTokenizer, 'gpt-2', '.|\n'),
+    'three ends': (lambda: JsonTokenizer(ByteTokenizer().to_json(), {'eos_token_id': [10, 256, 11]}),
+                   'gpt-2', '.|\n'),
+    'json': (with_bos, 'gpt-2', GPT2_WORDS),
     'toy': (prep_toy_bpe, 'gpt-2', GPT2_WORDS), 'gpt2': (None, 'gpt-2', GPT2_WORDS),
     'bpe': (lambda: make_tokenizer('bpe:600', training=[[text[:20_000]] for text in tok_texts()], procs=1),
             'llama-bpe', WORD_PATTERN)}
@@ -248,17 +251,6 @@ def test_older_files_name_no_pattern(monkeypatch):
     tok = zoo_gguf.read_tokenizer('')
     assert tok.encode_array(text).tolist() == tokenized(keys, split_in_turn(DEFAULT_WORDS, text))
     assert zoo_gguf.tokenizer_keys(tok, 266)['tokenizer.ggml.pre'] == 'default'
-
-
-def test_files_name_up_to_three_ends(tmp_path):
-    path = str(tmp_path / 'x.gguf')
-    ends = [256, 10, 11]
-    tok = JsonTokenizer(ByteTokenizer().to_json(), {'eos_token_id': [10, 256, 11]})
-    assert sorted(tok.stop_tokens) == sorted(ends) and tok.eot == 256
-    zoo_gguf.save_gguf(tiny(n_layer=1, n_embd=8, vocab_size=257), tok, path)
-    keys, _ = read(path)
-    assert [keys[f'tokenizer.ggml.{name}_token_id'] for name in ('eos', 'eot', 'eom')] == ends
-    assert list(load(path)[1].stop_tokens) == ends
 
 
 def test_smollm_splits_digits_first():

@@ -678,7 +678,7 @@ add(
     rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A', 'B')))
 add(
     'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM',
-    fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
+    fixed=dict(router='softmax', balance_bias=None),
     required=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
     rules=(WRITE_LATENT, Rule(dict(topk_method=None), write=write_deepseek_v2)))
 add(
