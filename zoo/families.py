@@ -19,16 +19,16 @@ class Family(typing.NamedTuple):
 
     To add a family, start from the nearest one and give the names of fields and tensors that differ. Use a
     Rule for a field that needs more than a name, and `rows` or `layouts` for a tensor that is stored
-    differently. Any other field in config.json is an error. tests/test_hub.py needs a model of the family.
+    differently. A field of config.json that is nowhere mentioned is an error.
     """
     arch: str                   # the class in transformers
-    fields: dict                # GPTConfig's field: config.json's; of several names, the first one given
-    fixed: dict                 # values of GPTConfig's fields if config.json does not give them
+    fields: dict                # GPTConfig's field: config.json's field; the first one given counts
+    fixed: dict                 # GPTConfig's fields that config.json does not give
     names: dict                 # our module or tensor: transformers' names (or a function of the config),
     #                             which split its rows in order. E: number of an expert. The key
     #                             'D.attn.c_attn' applies only to layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
-    required: dict = {}         # the only supported values of config.json's fields
+    required: dict = {}         # only supported values of config.json's fields
     rules: tuple = ()
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each fused
     #                             projection) -> row numbers in each stored tensor
@@ -107,7 +107,7 @@ def interleaved(rows):
 
 
 def heads_interleaved(rows, width, begin, end):
-    """Interleaves the rows from begin to end in each head."""
+    """Interleaves rows begin to end of each head."""
     heads = rows.view(-1, width).clone()
     heads[:, begin:end] = interleaved(heads[:, begin:end])
     return heads.flatten()
@@ -389,7 +389,7 @@ def write_rope_where_short(config, c):
 def read_ministral3(c, args):
     scaling = args['rope_scaling']
     scaling.pop('max_position_embeddings', None)
-    args.pop('partial_rotary_factor', None)  # qk_rope_head_dim says the same
+    args.pop('partial_rotary_factor', None)  # it repeats qk_rope_head_dim
     args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
                                length=scaling['original_max_position_embeddings'])
 
@@ -399,7 +399,7 @@ def write_ministral3(config, c):
 
 
 def read_layer_rope(c, args):
-    """One base per layer; 0 means no rotation. Only one other value is supported."""
+    """One base per layer; 0 means no rotation. All others must be equal."""
     bases = c['layer_rope_theta'] or [args['rope_base']]
     args['rope_base'], = {*bases} - {0} or {args['rope_base']}
     args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
@@ -419,7 +419,7 @@ def read_hunyuan(c, args):
 
 
 def read_minimind(c, args):
-    """MiniMind 3 is a Qwen3. A dense MiniMind 2, which has n_routed_experts, is a Llama."""
+    """MiniMind 3 is a Qwen3; a dense MiniMind 2, which has n_routed_experts, is a Llama."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
         args['n_expert'] = 0
@@ -1005,10 +1005,10 @@ add('kimi_k2', 'deepseek_v3', exports=False)  # transformers does not have it
 add(
     'olmoe', 'flex_olmo', 'OlmoeForCausalLM', names=BASE.names, fields=same('clip_qkv'),
     fixed=dict(norm_placement='pre'))
-# a model that has no family is exported as the first of these that computes the same
+# a model without a family is exported as the first of these that fits
 SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepseek_v3', 'bloom', 'falcon',
           'gpt2', 'qwen3_5_text', 'youtu', 'glm4_moe')
-LAYER_TYPES = {  # letter of our mixer; attention is S with a window, L without
+LAYER_TYPES = {  # our mixer's letter; attention is S with a window, L without
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
 # GPTConfig's field: transformers' value if ours is None or 0
@@ -1041,7 +1041,7 @@ HARMLESS = '''
     order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
     scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
     use_parallel_block use_parallel_embedding validate_runner_input word_embed_proj_dim
-'''  # fields of any config.json that change nothing, or that the functions below read
+'''  # fields that change nothing, or that the functions below read
 
 
 # config.json ------------------------------------------------------------------------------------------------
@@ -1092,7 +1092,7 @@ def family_of(kind):
 
 
 def text_config(c):
-    """The text model's part of a config.json whose model also reads images."""
+    """The text model's part of a config.json."""
     if 'text_config' not in c:
         return c
     outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
@@ -1104,8 +1104,8 @@ def activations_of(family):
 
 
 def read_rope(c, args):
-    """Sets the fields of rotations. If config.json has rope_parameters and the older rope_scaling,
-    transformers uses only rope_scaling (modeling_rope_utils, 5.23)."""
+    """Sets the fields of rotations. The older rope_scaling overrides rope_parameters, as in transformers
+    (modeling_rope_utils, 5.23)."""
     given = c.get('rope_scaling') or c.get('rope_parameters') or {}
     local = args.pop('local', None)
     if local is None and 'full_attention' in given:
@@ -1206,8 +1206,8 @@ NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # on o
 
 
 def canonical(config):
-    """{field: value} without fields that have no effect: equal if two configs compute the same for one
-    document. A new field of GPTConfig counts as it is."""
+    """{field: value} without fields that have no effect, to compare what two configs compute for one
+    document. A new field of GPTConfig counts by default."""
     layers = range(config.n_layer)
     patterns = {name: letters(config, name) for name, value in vars(config).items()
                 if name.endswith('_pattern') and value}
@@ -1273,7 +1273,7 @@ Part = collections.namedtuple('Part', 'name index layout')  # name of a stored t
 
 
 def plan(model, family, renamed=str):
-    """{name in state_dict(): [Part, ...]}. renamed: a function that converts the family's names."""
+    """{name in state_dict(): [Part, ...]}. renamed: converts the family's names."""
     config = model.config
     plans = {}
     for ours, w in model.state_dict().items():
@@ -1301,7 +1301,7 @@ def plan(model, family, renamed=str):
         order = next((family.rows[key] for key in keys if key in family.rows), None)
         if order:
             rows = order(config, *torch.arange(sum(widths)).split(list(widths)))
-        else:  # one projection per name; the last name has all that follow
+        else:  # one projection per name; the last name has the remaining ones
             theirs = theirs[:len(widths)]  # Gemma 4 may have no separate values
             ends = itertools.accumulate(widths[:len(theirs) - 1])
             rows = [slice(*both) for both in itertools.pairwise([0, *ends, None])]

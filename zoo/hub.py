@@ -110,7 +110,7 @@ def check(parts, stored, model, family, folder):
 def fill(model, parts, stored):
     """Copies the stored tensors into the model."""
     for ours, w in model.state_dict().items():
-        # each tensor opens its file again, because pages that a mapping has read count as memory
+        # open the file again for each tensor, because pages that a mapping has read count as memory
         opened = functools.cache(lambda file: file())
         for part in parts[ours]:
             file, name, *_ = stored[part.name]
@@ -145,7 +145,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):
         refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
-        # use the factors for short texts, unless a larger block_size is given
+        # use the factors for short texts by default
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings']} | changes
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
@@ -209,7 +209,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
 
 
 def published_tokenizer(path):
-    """The tokenizer of a folder or GGUF file. Raises ValueError if it is not supported."""
+    """The tokenizer of a folder or GGUF file. Raises ValueError if it is unsupported."""
     return gguf.read_tokenizer(path) if path.endswith('.gguf') else json_tokenizer(path)
 
 

@@ -44,9 +44,9 @@ class LoRALinear(nn.Module):
 
 @torch.no_grad()
 def add_lora(model, rank, alpha, targets):
-    """Freezes a GPT and replaces linear layers in its blocks by a LoRALinear of scale alpha / rank. targets:
-    the ends of their names, such as 'c_attn' or 'mlp.c_proj'. Raises ValueError for a target that is not the
-    name of Linear or FusedLinear layers."""
+    """Freezes a GPT and replaces linear layers in its blocks by LoRALinear, with scale alpha / rank. targets:
+    the ends of their names, such as 'mlp.c_proj'. Raises ValueError for a target that is not the name of
+    Linear or FusedLinear layers."""
     modules = dict(model.h.named_modules())
     chosen = set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
