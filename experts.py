@@ -1,6 +1,6 @@
 """
-Mixtures of experts, in the place of a block's MLP: model.py imports this file if n_expert is set. Shapes in
-comments as there; E experts, n = B T tokens, k = n_expert_active.
+Mixture of experts, which replaces the MLP of a block. model.py imports this file if n_expert is set, and
+explains the letters in shapes. Further ones: E experts, n = B T tokens, k = n_expert_active.
 """
 import math
 
@@ -12,8 +12,8 @@ from model import MLP, Linear, Norm, activation, branch_init, hidden_init, param
 
 
 class GroupedLinear(nn.Module):
-    """A FusedLinear for each expert: x (n, n_in), rows sorted by expert, offsets (E,) int32, where each
-    expert's rows end -> a tensor (n, width) for each of widths."""
+    """A FusedLinear per expert: x (n, n_in), with rows sorted by expert, and offsets (E,) int32, the ends of
+    the experts' rows -> one tensor (n, width) per width in widths."""
 
     names = 'gate up'
 
@@ -22,11 +22,11 @@ class GroupedLinear(nn.Module):
         self.widths = widths
         self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=widths)
         self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
-        # not compiled: lengths vary; not a decorator: that would import the compiler with this file
+        # not compiled, because lengths vary; a decorator would import the compiler with this file
         self.loop = torch.compiler.disable(loop_over_experts)
 
     def has_kernel(self, dtype, device):
-        """Whether torch multiplies all experts at once: in bfloat16, and rows of whole 16 bytes."""
+        """Whether torch has a kernel for all experts at once: for bfloat16 rows of a multiple of 16 bytes."""
         return (dtype is torch.bfloat16 and device != 'mps'
                 and not any(n % 8 for n in self.weight.shape[1:]))
 
@@ -40,20 +40,20 @@ class GroupedLinear(nn.Module):
     def product(self, x, offsets):
         w = self.weight.to(x.dtype)
         if self.has_kernel(x.dtype, x.device.type):
-            if torch.is_grad_enabled():  # experts without rows: see pytorch issue 172439, of Blackwell
+            if torch.is_grad_enabled():  # zeros for experts without rows: pytorch issue 172439
                 w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
             return F.grouped_mm(x, w.mT, offs=offsets)
         return self.loop(F.linear, x, offsets, w)
 
 
 def loop_over_experts(product, x, offsets, *weights):
-    """product(an expert's rows, its weights), of experts that have rows, one after the other."""
+    """Calls product(rows of an expert, its weights) for each expert that has rows."""
     segments = x.tensor_split(offsets[:-1].long().cpu())
     return torch.cat([product(rows, *each) for rows, *each in zip(segments, *weights) if len(rows)])
 
 
 class Experts(nn.Module):
-    """An MLP for each expert, x and offsets as in GroupedLinear: (n, C) -> (n, C)."""
+    """An MLP per expert: (n, C) -> (n, C), with x and offsets as in GroupedLinear."""
 
     def __init__(self, config):
         super().__init__()
@@ -69,16 +69,16 @@ class Experts(nn.Module):
 
 
 ROUTERS = {
-    # name: (logits -> logs of the experts' scores, scores of a group's experts -> the group's score)
+    # name: (logits -> log scores of the experts, scores in a group -> score of the group)
     'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
     'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),         # DeepSeek-V3
 }
 
 
 class MoE(nn.Module):
-    """Mixture of experts: each token passes through the n_expert_active experts that its router scores
-    highest (arXiv:1701.06538), and through the shared ones (arXiv:2401.06066). With expert_norms, as in Gemma
-    4, router, experts and shared ones take the residual stream, each through a norm of its own."""
+    """Mixture of experts: each token passes through the n_expert_active experts with the highest router
+    scores (arXiv:1701.06538) and through the shared experts (arXiv:2401.06066). With expert_norms (Gemma 4),
+    router, experts and shared experts each have their own norm on the residual stream."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -103,14 +103,14 @@ class MoE(nn.Module):
         E = self.config.n_expert
         k = self.config.n_expert_active
         weight, chosen, logits, score = self.route(self.ln_router(flat))
-        order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
+        order = chosen.flatten().argsort(stable=True)  # the n k choices, sorted by expert
         load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # choices, (B, E)
         ends = load.sum(0).cumsum(0, dtype=torch.int32)
-        each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # a row a choice
+        each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # one row per choice
         if self.config.expert_input_scale:
             each = each * weight.view(-1, 1).type_as(each)
             weight = torch.ones_like(weight)
-        # index_select: the backward of indexing is slow, or not deterministic
+        # index_select, because the backward pass of indexing is slow or not deterministic
         y = self.experts(each.index_select(0, order), ends)
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
@@ -122,7 +122,7 @@ class MoE(nn.Module):
         return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
 
     def route(self, x):
-        """x (n, C) -> weights (n, k), experts (n, k), logits and log scores (n, E); all float32."""
+        """x (n, C) -> float32 weights (n, k), chosen experts (n, k), logits and log scores (n, E)"""
         config = self.config
         log, group_score = ROUTERS[config.router]
         with torch.autocast(x.device.type, enabled=False):
@@ -132,33 +132,33 @@ class MoE(nn.Module):
             logits = logits * config.n_embd ** -0.5
         score = log(logits)
         rank = score.detach().exp()
-        if config.balance_bias:  # arXiv:2408.15664: in choosing, not in weighing
+        if config.balance_bias:  # arXiv:2408.15664: changes the choice, not the weights
             rank = rank + self.expert_bias
         if config.n_group:
-            groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts of one)
+            groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts per group)
             of_group = group_score(groups)
             best = of_group.topk(config.topk_group).indices
             hidden = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
             rank = groups.masked_fill(hidden[..., None], -math.inf).flatten(1)
         chosen = rank.topk(config.n_expert_active).indices
         weight = score.gather(1, chosen)
-        # normalised among the chosen: the softmax of log scores, which no underflow can reach
+        # softmax of the log scores normalises the chosen scores without underflow
         weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
         if self.expert_scale is not None:
             weight = weight * self.expert_scale[chosen]
         return weight * config.routed_scaling_factor, chosen, logits, score
 
     def statistics(self, load, logits, score):
-        """load (B, E): choices of each expert -> balance (0-d): 1 when experts are used evenly (Switch,
-        arXiv:2101.03961, equations 4 to 6); z (0-d): ST-MoE's, arXiv:2202.08906; load of all rows (E,)."""
+        """load (B, E) -> balance, 0-d, 1 if experts are used evenly (Switch, arXiv:2101.03961, equations 4 to
+        6); z, 0-d (ST-MoE, arXiv:2202.08906); load of all rows (E,)"""
         if not self.config.balance_per_sequence:
             load = load.sum(0, keepdim=True)
-        share = score.softmax(-1).unflatten(0, (len(load), -1)).mean(1)  # of the scores, as load
+        share = score.softmax(-1).unflatten(0, (len(load), -1)).mean(1)  # mean scores, shaped as load
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
 
     def _apply(self, *args, **options):
-        """What .to() calls: a cast to 16 bits must not round expert biases."""
+        """Called by .to(). Keeps the expert biases in float32."""
         exact = self.expert_bias
         super()._apply(*args, **options)
         if exact is not None and not exact.is_meta:
@@ -167,7 +167,7 @@ class MoE(nn.Module):
 
 
 def routing_losses(routing):
-    """(layer, balance, z, load) of each turn of a sparse layer -> the entries of GPT.forward's aux."""
+    """[(layer, balance, z, load)], one per call of MoE.forward -> entries of GPT.forward's aux"""
     layers, balance, z, _ = zip(*routing)
     loads = [sum(row[3] for row in routing if row[0] == layer) for layer in sorted({*layers})]
     return {'balance': torch.stack(balance).mean(), 'z': torch.stack(z).mean(), 'load': torch.stack(loads)}
@@ -175,7 +175,7 @@ def routing_losses(routing):
 
 @torch.no_grad()
 def move_balance(model, load, rate=0.001):
-    """Moves each expert bias by rate towards even load (sparse layers, E), after a step: up for experts with
-    less than the mean, else down (arXiv:2408.15664)."""
+    """Updates the expert biases after a step, given the load (layers with experts, E): adds rate for experts
+    below the mean load, subtracts it for others (arXiv:2408.15664)."""
     for block, one in zip((block for block in model.h if isinstance(block.mlp, MoE)), load, strict=True):
         block.mlp.expert_bias += rate * (one.mean() - one).sign()

@@ -1,7 +1,6 @@
 """
-Layers beyond model.py's, entered in its MIXERS from outside, as a layer of yours would be: model.py imports
-this file if a config needs one. A mixer's contract is the docstring of ForwardContext there, and so are the
-letters of shapes.
+Further layers. The file enters them in MIXERS of model.py, as a file of yours would; model.py imports it if a
+config needs it. model.py also explains the letters in shapes, and ForwardContext there is a mixer's contract.
 
     A  attention with options         M  latent attention (DeepSeek)
     D  Gated DeltaNet (Qwen3-Next)    K  Kimi Delta Attention    B  Mamba-2    C  short convolution (LFM2)
@@ -28,34 +27,29 @@ from model import (
     make_block,
     parameter,
     rotate,
-    streams,
     yarn_mscale,
 )
 
 # attention --------------------------------------------------------------------------------------------------
 
 class VariantAttention(Attention):
-    """Attention with other norms on queries and keys, clipped, gated, with keys as values: see GPTConfig."""
+    """Attention with further options: norms on queries and keys, clipping, gates, keys as values."""
 
     def __init__(self, config, layer):
-        BaseAttention.__init__(self, config, layer)
-        H = config.n_head
-        K = config.n_kv_head
-        D = config.head_dim
-        gate = {False: (), 'head': (H,), True: (H * D,)}[config.attn_gate]
-        keys = (K * D,) if config.k_eq_v else (K * D, K * D)
-        names = 'q k gate' if config.k_eq_v else 'q k v gate'
-        self.c_attn = FusedLinear(config.n_embd, (H * D, *keys, *gate), names, config.qkv_bias)
-        self.c_proj = Linear(H * D, config.n_embd, config.proj_bias, init=branch_init(config))
+        super().__init__(config, layer)
         is_unit = config.qk_norm == 'unit'
         has_norm = self.rope_kind if is_unit else config.qk_norm
         self.q_norm, self.k_norm = (
-            Norm(D * (heads if config.qk_norm == 'whole' else 1), config, is_unit)
-            if has_norm else nn.Identity() for heads in (H, K))
-        self.v_norm = Norm(D, config, is_unit=True) if config.v_norm else nn.Identity()
-        self.scale = config.attn_scale or D ** -0.5
-        self.head_widths = D, D
-        self.slots = [(K, D), (K, D)]
+            Norm(self.head_widths[0] * (heads if config.qk_norm == 'whole' else 1), config, is_unit)
+            if has_norm else nn.Identity() for heads in (config.n_head, config.n_kv_head))
+        self.v_norm = Norm(self.head_widths[1], config, is_unit=True) if config.v_norm else nn.Identity()
+
+    def projections(self, config):
+        widths, _ = super().projections(config)
+        gate = {False: (), 'head': (config.n_head,), True: widths[:1]}[config.attn_gate]
+        if config.k_eq_v:
+            return (*widths[:2], *gate), 'q k gate'
+        return (*widths, *gate), 'q k v gate'
 
     def forward(self, x, context):
         q, k, *others = self.c_attn(x)
@@ -64,17 +58,17 @@ class VariantAttention(Attention):
         if context.cache is not None:
             k, v = context.cache.append(self, context, k, v)
         y = self.attend(q, k, v, context).transpose(1, 2)  # (B, T, H, D)
-        if gate:  # for each element, or for each head
+        if gate:  # one per element, or one per head
             y = y * gate[0].unflatten(-1, (self.n_head, -1)).sigmoid()
         return self.c_proj(y.flatten(2))
 
     def by_head(self, q, k, v, rope):
         """(B, T, heads D) -> (B, heads, T, D), normalised and rotated"""
         kind = self.config.qk_norm
+        D = self.head_widths[0]
         if kind == 'whole':
             q = self.q_norm(q)
             k = self.k_norm(k)
-        D = self.head_widths[0]
         if kind is True:
             q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)
             k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
@@ -91,9 +85,9 @@ class VariantAttention(Attention):
 
 class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
-    are projections of one latent per token, which is cached next to one rotary key. If that costs less, as in
-    decoding, queries are projected down to the latents, and outputs up from them ("absorbed", its section
-    2.1.2): then the latents are keys and values of multi-query attention."""
+    are projections of one latent per token; the cache keeps the latent and one rotary key. If it is cheaper,
+    as in decoding, the projections are absorbed into queries and outputs (section 2.1.2). The latents are
+    then keys and values of multi-query attention."""
 
     @classmethod
     def defaults(cls, config):
@@ -103,9 +97,9 @@ class LatentAttention(BaseAttention):
     @classmethod
     def check(cls, config):
         if config.kv_lora_rank is None:
-            yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
+            yield 'mixer_pattern kv_lora_rank', 'do not fit: M layers need kv_lora_rank'
         if any(issubclass(mixer, Attention) for mixer in config.mixers):
-            yield 'mixer_pattern', "rotations and scale are M's in the whole model: no A with it"
+            yield 'mixer_pattern', 'cannot be combined: A and M layers need other rotations and scales'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -123,14 +117,14 @@ class LatentAttention(BaseAttention):
         self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config, eps=config.latent_norm_eps)
-        self.c_kv = Linear(rank, H * (nope + value))  # for each head k, then v
+        self.c_kv = Linear(rank, H * (nope + value))  # k and v of the first head, then of the next
         self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
         self.slots = [(1, rank + rope)]
         self.head_widths = nope + rope, value
 
     @staticmethod
     def score_scale(config):
-        """1 / sqrt(a head's width), times YaRN's mscale_all_dim term squared, as in DeepSeek."""
+        """1 / sqrt(width of a head), times the square of YaRN's mscale_all_dim term, as in DeepSeek."""
         scaling = config.rope_scaling or {}
         grown = yarn_mscale(scaling.get('factor', 1.0), scaling.get('mscale_all_dim', 0.0))
         return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * grown ** 2
@@ -148,7 +142,7 @@ class LatentAttention(BaseAttention):
         T = q.shape[2]
         S = latent.shape[2]
         up = rank * (nope + value)
-        absorb = (context.cache is not None  # by multiplications a head
+        absorb = (context.cache is not None  # compares multiplications per head
                   and T * (up + S * (2 * rank + rope)) < S * (up + T * sum(self.head_widths)))
         if absorb:
             q = q @ w_k
@@ -165,8 +159,8 @@ class LatentAttention(BaseAttention):
 # layers with a state ----------------------------------------------------------------------------------------
 
 def after_last(mixer, x, context, state=0):
-    """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
-    mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
+    """x (B, T, ...) -> (B, n + T, ...): the n tokens before x, zeros before a row's first token, then x. The
+    cache keeps them in mixer.states[state], of shape (n, ...), which then gets the last n tokens of x."""
     n = mixer.states[state][0][0]
     cache = context.cache
     lengths = context.lengths
@@ -179,8 +173,8 @@ def after_last(mixer, x, context, state=0):
 
 
 def short_convolution(mixer, x, context):
-    """Causal and depthwise: y_t = sum of conv[:, -1 - j] x_{t - j}, j tokens back within the document, where
-    conv (channels, kernel) is the mixer's, whose first state is the tokens before x. x (B, T, channels)."""
+    """Causal depthwise convolution within a document: y_t = sum over j of conv[:, -1 - j] x_{t - j}, for x
+    (B, T, channels) and mixer.conv (channels, kernel). The mixer's first state has the tokens before x."""
     x = after_last(mixer, x, context)
     weight = mixer.conv.type_as(x)
     kernel = mixer.conv.shape[1]
@@ -192,33 +186,38 @@ def short_convolution(mixer, x, context):
 
 
 def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, chunk=64):
-    """Linear attention whose state S (keys x values) forgets, and corrects what it holds for a key:
+    """Linear attention with a state S (keys x values) that decays, and that is corrected by what it returns
+    for a key:
 
         S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t
 
-    arXiv:2412.06464, equation 10, in chunks (its section 3.3): within one the corrections depend on each
-    other by a triangular system, between them the state is handed on. q, k (B, heads, T, keys); v (B, heads,
-    T, values); decay <= 0 (B, heads, T, 1), or of each key's channel (B, heads, T, keys); beta (B, heads, T,
-    1); state (B, heads, keys, values); all float32. is_start (B, T) bool: where documents start. corrects:
-    False leaves out the subtracted term. chunk: a power of two. Returns y (B, heads, T, values), state."""
+    arXiv:2412.06464, equation 10, computed in chunks (section 3.3): the corrections within a chunk solve a
+    triangular system, and the state passes from chunk to chunk. Everything is float32.
+
+    q, k (B, heads, T, keys); v (B, heads, T, values); beta (B, heads, T, 1); state (B, heads, keys, values)
+    decay: at most 0, (B, heads, T, 1), or (B, heads, T, keys) for a decay per channel of a key
+    is_start: (B, T) bool, where documents start; None: nowhere
+    corrects: False leaves out the subtracted term
+    chunk: a power of two
+    Returns y (B, heads, T, values) and the state."""
     T = q.shape[2]
     while chunk // 2 >= T:
         chunk //= 2
 
-    def chunks(x, dim):  # padded with zeros, so that nothing is written and nothing decays
+    def chunks(x, dim):  # padded with zeros, which write nothing and do not decay
         return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % chunk)).unflatten(dim, (-1, chunk))
 
     q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, chunk, ...)
-    total = running_sum(decay)  # log of how much the state from before the chunk has decayed
+    total = running_sum(decay)  # log of the decay since the start of the chunk
     hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    carried = total.exp()  # from the chunk's start
-    left = (total[..., -1:, :] - total).exp()  # to its end
+    carried = total.exp()  # decay from the start of the chunk
+    left = (total[..., -1:, :] - total).exp()  # decay to its end
     if is_start is not None:
-        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0 began before the chunk
+        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0: began before the chunk
         hidden = hidden | (document[..., :, None] != document[..., None, :])
         carried = carried * (document == 0)[..., None]
         left = left * (document == document[..., -1:])[..., None]
-    between = None  # (B, heads, chunks, chunk, chunk): decayed from j to i, if all channels are alike
+    between = None  # (B, heads, chunks, chunk, chunk): decay from j to i, if it is the same in all channels
     if decay.shape[-1] == 1:
         between = (total - total.mT).masked_fill(hidden, -math.inf).exp()
 
@@ -229,7 +228,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     if corrects:
         k_beta = k * beta
         right = torch.cat((written, k_beta * carried), dim=-1)
-        # only the part of the system below the diagonal counts
+        # reads only what is below the diagonal
         right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
         written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
     score = scores(q)
@@ -244,7 +243,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
 
 
 def running_sum(x):
-    """x (..., n, channels) -> the same shape, the sum of the rows up to each."""
+    """Cumulative sum over the rows of x (..., n, channels)."""
     if has_cumsum(x.device.type):
         return x.cumsum(-2)
     step = 1
@@ -255,16 +254,16 @@ def running_sum(x):
 
 
 def has_cumsum(device):
-    """Whether torch sums up floats on a type of device: CUDA's kernel is not deterministic."""
+    """Whether to use cumsum on this type of device: CUDA's kernel is not deterministic."""
     return device != 'cuda' or not torch.are_deterministic_algorithms_enabled()
 
 
 def decayed_scores(q, k, total):
-    """For i >= j the sum over channels of q_i k_j exp(total_i - total_j), (..., C, C); q, k and total, which
-    falls, (..., C, channels), C a power of two. As k exp(-total) would overflow, of two adjacent blocks the
-    later's queries decay from the earlier's end, the earlier's keys to there."""
+    """(..., C, C): for i >= j the sum over channels of q_i k_j exp(total_i - total_j). q, k and total are
+    (..., C, channels), total falls, and C is a power of two. exp(-total) would overflow. Therefore, in each
+    pair of adjacent blocks, keys decay to the end of the earlier block, and queries from there."""
     score = (q * k).sum(-1)[..., None, None]
-    half = 1  # blocks of one
+    half = 1  # block length
     while half < q.shape[-2]:
         (_, late), (early, _), (before, after) = (  # (..., pairs of blocks, half, channels)
             x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, total))
@@ -277,8 +276,8 @@ def decayed_scores(q, k, total):
 
 
 class GatedDeltaNet(Mixer):
-    """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next: a short convolution over
-    queries, keys and values, queries and keys normalised, the output normalised and gated."""
+    """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next: queries, keys and values
+    pass through a short convolution, queries and keys are normalised, the output is normalised and gated."""
 
     documents = corrects = True
 
@@ -313,11 +312,11 @@ class GatedDeltaNet(Mixer):
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
     def other_widths(self, keys, values):
-        """Widths of the further projections (gate; beta and decay of each value head), dt_bias, o_norm."""
+        """Widths of further projections (gate; beta and decay per value head), of dt_bias and o_norm."""
         return (values, self.n_value, self.n_value), self.n_value, self.value_dim
 
     def flops(self, length):
-        # write and read the state, and read it to correct; the convolution
+        # write and read the state, read it to correct, convolution
         return 6 * ((2 + self.corrects) * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
 
     def forward(self, x, context):
@@ -325,7 +324,7 @@ class GatedDeltaNet(Mixer):
         return self.mix(qkv, gate, beta, decay, context, F.silu)
 
     def mix(self, qkv, gate, beta, decay, context, act):
-        """beta (B, T, n_value), decay (B, T, n_value or keys), act for the gate -> (B, T, C)"""
+        """beta (B, T, n_value), decay (B, T, n_value or keys), act: the gate's activation -> (B, T, C)"""
         q, k, v = self.convolved(qkv, context)
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
         decay = F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.n_value, -1))
@@ -347,7 +346,7 @@ class GatedDeltaNet(Mixer):
         """decay (B, T, n_value, 1 or keys), beta (B, T, n_value) -> (B, T, n_value, values)"""
         cache = context.cache
         is_token = context.is_token()
-        if is_token is not None:  # padding writes nothing, and nothing is forgotten over it
+        if is_token is not None:  # padding writes nothing and does not decay the state
             beta = beta * is_token[..., None]
             decay = decay * is_token[..., None, None]
         state = (q.new_zeros(len(q), *self.states[1][0]) if cache is None
@@ -362,18 +361,18 @@ class GatedDeltaNet(Mixer):
 
 
 def conv_init(w):
-    """Uniform, as torch's convolutions start."""
+    """Uniform, as torch initialises convolutions."""
     bound = w.shape[1] ** -0.5
     nn.init.uniform_(w, -bound, bound)
 
 
 def decay_init(w):
-    """The log of uniform (0, 16), as in Mamba-2."""
+    """Log of a uniform number below 16, as in Mamba-2."""
     nn.init.uniform_(w, 1e-3, 16).log_()
 
 
 def dt_init(w):
-    """Its softplus is log-uniform from 0.001 to 0.1."""
+    """softplus(w) is log-uniform from 0.001 to 0.1."""
     step = nn.init.uniform_(w, math.log(0.001), math.log(0.1)).exp_()
     w.copy_(step + torch.log(-torch.expm1(-step)))
 
@@ -381,7 +380,7 @@ def dt_init(w):
 # short convolution, Mamba-2, Kimi Delta Attention -----------------------------------------------------------
 
 class ShortConvolution(Mixer):
-    """C * conv(B * x), three projections and a short convolution: LFM2, arXiv:2511.23404."""
+    """after * conv(before * x) of three projections: LFM2, arXiv:2511.23404."""
 
     documents = True
 
@@ -407,8 +406,8 @@ class ShortConvolution(Mixer):
 
 
 class Mamba2(GatedDeltaNet):
-    """Mamba-2 (arXiv:2405.21060) as linear attention, its section 6: C is the query, B the key, shared by
-    groups of heads, x the value; the step size both writes and decays."""
+    """Mamba-2 as linear attention (arXiv:2405.21060, section 6): its C is the query, its B the key, which
+    groups of heads share, its x the value. The step size scales both the written value and the decay."""
 
     corrects = False
 
@@ -434,14 +433,14 @@ class Mamba2(GatedDeltaNet):
         decay = -self.A_log.float().exp() * step
         y = self.recur(q, k, v, decay[..., None], step, context)
         y = (y + self.skip.float()[:, None] * v.transpose(1, 2)).flatten(2) * F.silu(gate.float())
-        y = y.unflatten(-1, (self.n_key, -1))  # the heads of a key are normalised together
+        y = y.unflatten(-1, (self.n_key, -1))  # heads with the same key are normalised together
         y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(2) * self.o_norm.float()
         return self.c_proj(y.type_as(gate))
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """Gated DeltaNet with a decay for each channel of a key, by a projection of low rank, as is the output's
-    gate (arXiv:2510.26692)."""
+    """Gated DeltaNet with a decay per channel of a key. Decay and gate are low-rank projections
+    (arXiv:2510.26692)."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -456,11 +455,11 @@ class KimiDeltaAttention(GatedDeltaNet):
         return self.mix(qkv, self.c_gate(gate), beta, self.c_decay(decay), context, torch.sigmoid)
 
 
-# bigrams, the prediction layer ------------------------------------------------------------------------------
+# bigrams, multi-token prediction ----------------------------------------------------------------------------
 
 class BigramEmbedding(Mixer):
-    """A row of a table for each token and the one before it, by a hash (modded-nanogpt, record of 2026-01-19;
-    arXiv:2501.16975). A Mixer, as a cache keeps the token before."""
+    """An embedding of each token and the token before it, by a hash (modded-nanogpt, record of 2026-01-19;
+    arXiv:2501.16975). It is a Mixer so that the cache keeps the previous token."""
 
     documents = True
     states = [((1,), torch.long)]
@@ -473,14 +472,14 @@ class BigramEmbedding(Mixer):
         return 0
 
     def forward(self, context):
-        """-> (B, T, C). 0 stands before the first token of a document."""
+        """-> (B, T, C). The token before the first of a document is 0."""
         before = after_last(self, context.idx, context)[:, :-1].where(context.position_ids > 0, 0)
         return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
 
 
 class MultiTokenPrediction(nn.Module):
-    """A layer like the last that predicts the token after the next, from the last block's output and the next
-    token's embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+    """A layer like the last one. It predicts the token after the next from the output of the last block and
+    the embedding of the next token (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -488,19 +487,18 @@ class MultiTokenPrediction(nn.Module):
         self.ln_next = Norm(config.n_embd, config)
         self.c_in = Linear(2 * config.n_embd, config.n_embd)
         self.block = make_block(config, config.n_layer - 1)
-        self.enter, self.leave = streams(config)
 
     def forward(self, x, x0, context):
-        """x, and x0, which the first block got, (B, T, C) -> (B, T, C); meaningless for the last token."""
+        """x and the first block's input x0, (B, T, C) -> (B, T, C); meaningless for the last token."""
         both = torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)
-        return self.leave(self.block(self.enter(self.c_in(both)), context))
+        return self.block(self.c_in(both), context)
 
     def loss(self, model, x, x0, targets, context):
-        """The mean cross entropy of the tokens after the next over all targets, as in arXiv:2412.19437,
-        equation 24: a batch may be split."""
+        """Cross entropy of the tokens after the next, 0-d, divided by the number of all targets
+        (arXiv:2412.19437, equation 24), so that a batch may be split."""
         later = F.pad(targets[:, 1:], (0, 1), value=-1)
         context.routing = None
-        context.handed.pop(model.config.n_layer - 1, None)  # its block is in that layer's place
+        context.handed.pop(model.config.n_layer - 1, None)  # the block has the number of the last layer
         mean, _ = model.loss(self(x, x0, context), later)
         return mean * (later >= 0).sum() / (targets >= 0).sum().clamp(min=1)
 
@@ -508,7 +506,7 @@ class MultiTokenPrediction(nn.Module):
 # activations ------------------------------------------------------------------------------------------------
 
 class SwigluOAI(nn.Module):
-    """gpt-oss's, arXiv:2508.10925."""
+    """The activation of gpt-oss, arXiv:2508.10925."""
 
     def __init__(self, config):
         super().__init__()
@@ -520,11 +518,11 @@ class SwigluOAI(nn.Module):
 
 
 class XIELU(nn.Module):
-    """Parabola above zero, exponential below, with a learned share of each: arXiv:2411.13010 (Apertus)."""
+    """A parabola above zero, an exponential below, each with a learned factor: arXiv:2411.13010 (Apertus)."""
 
     def __init__(self, config):
         super().__init__()
-        self.alpha_p, self.alpha_n = (  # whose softplus is 0.8 and 0.3
+        self.alpha_p, self.alpha_n = (  # their softplus is 0.8 and 0.3
             parameter(1, init=functools.partial(nn.init.constant_, val=math.log(math.expm1(above))),
                       group='vector') for above in (0.8, 0.3))
 
@@ -536,6 +534,6 @@ class XIELU(nn.Module):
 
 
 ACTIVATIONS |= {'swiglu_oai': (SwigluOAI, True), 'xielu': (XIELU, False)}
-# a fork's letters stay, if its file came first
+# `| MIXERS`: letters that a file of yours entered before take precedence
 MIXERS |= {'M': LatentAttention, 'D': GatedDeltaNet, 'C': ShortConvolution, 'B': Mamba2,
            'K': KimiDeltaAttention} | MIXERS

@@ -69,7 +69,7 @@ import torch
 
 import train
 from bench import cache_per_token, named_model, print_json, print_table
-from model import GPT, LOOKED_UP, num_params
+from model import GPT, LOOKUP_GROUPS, num_params
 from prepare import Bins, data_folder, read_meta
 
 RUNS = 'out-compare'
@@ -306,7 +306,7 @@ def comparison(variants, runs, until, margin):
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
                'tokens': of_variant[0]['rows']['tokens'][-1],
                'inner_params': model and sum(w.numel() for name, w in model.named_parameters()
-                                             if model.tags[name].group not in LOOKED_UP),
+                                             if model.tags[name].group not in LOOKUP_GROUPS),
                'ms': np.percentile(ms, [10, 50, 90]).tolist(),
                'cache_bytes_per_token': model and cache_per_token(model, torch.bfloat16),
                'peak_mb': None if None in peaks else statistics.median(peaks),

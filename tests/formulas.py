@@ -295,14 +295,12 @@ def head(config, model, x):
 
 def decoder(config, model, idx):
     """The logits of the next token and, with mtp, of the one after."""
-    context, (enter, leave) = flat.make_context(model, idx), flat.streams(config)
-    first = embedding(config, model, context)
-    x = enter(first)
+    context = flat.make_context(model, idx)
+    x = first = embedding(config, model, context)
     for layer, context.base in model.schedule:
         if config.residual_lambdas:
             x = model.resid_lambdas[layer] * x + model.x0_lambdas[layer] * first
         x = model.h[layer](x, context)
-    x = leave(x)
     later = head(config, model, model.mtp(x, first, context)) if config.mtp else None
     return head(config, model, x), later
 

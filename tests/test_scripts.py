@@ -173,7 +173,7 @@ def test_every_config_builds_and_divides():
 @pytest.mark.parametrize('command', ['train.py', 'lab/check.py', 'bench.py params', 'bench.py decode'])
 def test_every_script_begins_with_the_default_file(folder, command, capsys):
     first, n_embd = 'config/default.py: ', 192
-    with pytest.raises(ValueError, match=f'n_embd={n_embd}, n_head=7: n_head must divide'):
+    with pytest.raises(ValueError, match=f'n_embd={n_embd}, n_head=7 do not fit: n_head must divide'):
         run(*command.split(), '--n_head=7')
     assert capsys.readouterr().out.startswith(first)
     with pytest.raises((ValueError, FileNotFoundError), match='nowhere'):
@@ -189,14 +189,14 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
     (['--optimizer=adamw', '--momentum=0.5'], '--momentum has no effect'),
     (['--min_lr=1'], 'min_lr=1.0 is not supported: it must be <= learning_rate'),
     (['--shard=True'], '--shard has no effect: it needs TORCHRUN'),
-    (['--dataset=nowhere', '--mlp=swish'], "mlp='swish': choose from swiglu"),  # before the missing data
+    (['--dataset=nowhere', '--mlp=swish'], "mlp='swish' is not supported; choose one of swiglu"),
     (['--dataset=nowhere', '--lr_schedule=wds'], "lr_schedule='wds' is not supported"),
     (['--dropout=2'], 'dropout=2.0 is not supported: it must be < 1'),
     (["--lr_scales={'embedding': 0}"], 'must have a number above 0'),
     (["--lr_scales={'matrix': 'x'}"], 'must have a number above 0'),
     (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'too few experts'),
     (['--n_expert=4', '--n_expert_active=5'], 'n_expert_active=5, .*too few experts'),
-    (['--n_expert=4', '--expert_pattern='], "expert_pattern='': choose from E, D, N"),
+    (['--n_expert=4', '--expert_pattern='], "expert_pattern='' is not supported; choose one of E, D, N"),
     *((flags.split(), f'these settings fails: .*{error}') for flags, error in (
         ('--n_expert=6 --n_group=4 --topk_group=2', 'n_group=4, topk_group=2; '),
         ('--partial_rotary_factor=2', 'partial_rotary_factor=2.0; '),
