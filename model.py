@@ -1,6 +1,6 @@
 """
-The modern decoder-only language model. Read the four parts in order. If a part calls a function of a later
-part, the docstring of that function is enough to read on.
+The modern decoder-only language model, in four parts to be read in order. If a part calls a function of a
+later part, its docstring is enough to read on.
 
     I    the decoder, a whole Qwen3: settings, linear layers, norm, rotation, attention, MLP, block, GPT
     II   cache, masks, attention kernels
@@ -14,9 +14,8 @@ part, the docstring of that function is enough to read on.
     cache = model.make_cache(B, max_len)         # belongs to the caller
     logits = model(idx, cache=cache, keep=1)     # appends idx; logits of the last new token only
 
-Further layers are in mixers.py (other kinds of attention, layers with a state, bigrams, multi-token
-prediction), experts.py (mixture of experts) and zoo/weights.py (adapters, int8). Each is imported only if a
-model uses it. Shapes in comments: B batch rows, T new tokens, S tokens to attend to, C = n_embd, H query
+Further layers are in mixers.py, experts.py and zoo/weights.py (adapters, int8), each imported only if a model
+uses it. Shapes in comments: B batch rows, T new tokens, S tokens to attend to, C = n_embd, H query
 heads, K key/value heads, D = head_dim.
 """
 import contextlib
@@ -38,22 +37,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model, as plain data. Fields that are None get their value from other fields.
-    A pattern has one letter per layer and is repeated. An annotation may name a table; its keys are the
-    choices. Brackets in a comment are rules for flags, see configurator.py. Raises a ValueError that names
-    all problems."""
+    """Everything that defines a model, as plain data. A pattern has one letter per layer and is repeated. If
+    an annotation names a table, its keys are the choices. Brackets in comments are rules for flags, see
+    configurator.py. Raises a ValueError that names all problems."""
     # a Qwen3
-    block_size: int = 1024           # context: the maximum sequence length [changeable]
-    vocab_size: int = 50304          # GPT-2's 50257 rounded up, as in nanoGPT
+    block_size: int = 1024           # maximum sequence length [changeable]
+    vocab_size: int = 50304          # GPT-2's 50257, rounded up
     n_layer: int = 12                # blocks
     n_head: int = 12                 # query heads
-    n_kv_head: int | None = None     # key/value heads; None: n_head; 1: multi-query (arXiv:1911.02150);
-                                     # between: grouped-query (arXiv:2305.13245)
+    n_kv_head: int | None = None     # key/value heads (arXiv:2305.13245); None: n_head
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head [if not kv_lora_rank]
-    d_ff: int | None = None          # MLP width; None: 4 n_embd, or if gated 8/3 n_embd, a multiple of 64
+    d_ff: int | None = None          # MLP width; None: 4 n_embd, if gated 8/3 n_embd, rounded up
     mlp: 'ACTIVATIONS' = 'swiglu'    # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
-    norm_eps: float = 1e-6           # added to the mean square before the root
+    norm_eps: float = 1e-6           # added to the mean square
     rope_base: float = 10000.0       # pair i rotates by position * base^(-2i / dimensions) [if pos == 'rope']
     qk_norm: bool | Literal['whole', 'rotated', 'unit'] | None = None  # norm on queries and keys: True (each
                                      # head, Qwen3); whole (all heads at once, OLMo 2); rotated (after the
@@ -64,32 +61,32 @@ class GPTConfig:
     # positions
     pos: Literal['rope', 'alibi', 'learned', 'sinusoidal', 'none'] = 'rope'  # arXiv:2104.09864, 2108.12409,
                                      # GPT-2, arXiv:1706.03762
-    pos_pattern: Literal['P', 'N'] = 'P'  # [if pos in ('rope', 'alibi')] P: positions, N: none; 'PPPN' is
-                                     # SmolLM3's
-    rope_scaling: dict | None = None  # [changeable] [if pos == 'rope'] {'rope_type': 'yarn', 'factor': 4.0},
-                                     # ...: see ROPE_SCALINGS
+    pos_pattern: Literal['P', 'N'] = 'P'  # P: positions, N: none (SmolLM3: 'PPPN')
+                                     # [if pos in ('rope', 'alibi')]
+    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
+                                     # [changeable] [if pos == 'rope']
     partial_rotary_factor: float = 1.0  # share of each head that rotates (GPT-J) [if pos == 'rope']
     alibi_scale: float = 1.0         # factor on ALiBi's slopes (Falcon) [if pos == 'alibi']
-    document_token: int | None = None  # starts a document: no token sees earlier documents [changeable]
+    document_token: int | None = None  # starts a document; tokens see only their document [changeable]
     # mixers: what mixes tokens in a block
     mixer_pattern: 'MIXERS | None' = None  # A attention, M latent attention, D Gated DeltaNet, C short
-                                     # convolution, B Mamba-2, K Kimi Delta Attention; 'DDDA' is
-                                     # Qwen3-Next's; None: A, or M with kv_lora_rank
+                                     # convolution, B Mamba-2, K Kimi Delta Attention (Qwen3-Next: 'DDDA');
+                                     # None: A, or M with kv_lora_rank
     # windows of attention
     window: int | None = None        # tokens that S layers see, the current one included [if window_pattern]
-    window_pattern: Literal['S', 'L', 'C', 'G'] | None = None  # S: sliding window, L: all tokens; 'SL' is
-                                     # Gemma 2's; C: chunks of `window` tokens, which do not see each other
-                                     # (Llama 4); G: S plus global tokens (Longformer, arXiv:2004.05150)
-    window_global: int = 1           # G layers see this many first tokens [if 'G' in (window_pattern or '')]
-    local: dict | None = None        # other values of fields for S, C and G layers: LOCAL [if window_pattern]
+    window_pattern: Literal['S', 'L', 'C', 'G'] | None = None  # S: sliding window, L: all tokens (Gemma 2:
+                                     # 'SL'), C: only the current chunk of `window` tokens (Llama 4),
+                                     # G: S plus global tokens (arXiv:2004.05150)
+    window_global: int = 1           # first tokens that G layers see [if 'G' in (window_pattern or '')]
+    local: dict | None = None        # values in S, C and G layers of fields in LOCAL [if window_pattern]
     # variants of attention
     attn_scale: float | None = None  # scale of the scores; None: 1 / sqrt(width of a head)
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0: off
     attn_sink: bool = False          # a learned logit per head in the softmax's denominator (gpt-oss)
-    attn_gate: bool | Literal['head'] = False  # output times the sigmoid of a projection (arXiv:2505.06708),
-                                     # True: for each element, head: for each head
+    attn_gate: bool | Literal['head'] = False  # a sigmoid gate on the output (arXiv:2505.06708); True: per
+                                     # element, head: per head
     clip_qkv: float = 0.0            # bound of queries, keys and values (OLMo 1.7); 0: off
-    k_eq_v: bool = False             # values are the keys before norm and rotation (Gemma 4)
+    k_eq_v: bool = False             # values are keys without norm and rotation (Gemma 4)
     v_norm: bool = False             # a norm without weights on values (Gemma 4)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see scale_queries
     # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434)
@@ -97,7 +94,7 @@ class GPTConfig:
     # further fields of MLA [if kv_lora_rank]
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
     qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
-    qk_rope_head_dim: int | None = None  # part with positions, whose key all heads share; None: 64
+    qk_rope_head_dim: int | None = None  # part with positions; heads share its key; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
     latent_norm_eps: float | None = None  # norm_eps of latent and compressed query; None: norm_eps
     # layers with a state, see mixers.py [if mixer_pattern.strip('AM')]
@@ -112,48 +109,47 @@ class GPTConfig:
     norm_bias: bool | None = None    # None: layernorm as bias, rmsnorm False
     norm_weight: bool = True         # False: norms without weights (OLMo)
     norm_placement: 'NORM_PLACEMENTS' = 'pre'  # pre, post, output, sandwich, parallel, parallel_2
-    embed_norm: bool = False         # a norm after the embedding (BLOOM)
+    embed_norm: bool = False         # norm after the embedding (BLOOM)
     embed_scale: float | None = None  # factor on the embedding; None: 1, sqrt(n_embd) if sinusoidal
-    bigram_size: int | None = None   # rows of a second embedding, of pairs of tokens (modded-nanogpt)
+    bigram_size: int | None = None   # rows of an embedding of token pairs (modded-nanogpt)
     residual_scale: float = 1.0      # factor on the outputs of attention and MLP (Granite)
-    residual_lambdas: bool = False   # learned weights of stream and embedding at the start of each layer
+    residual_lambdas: bool = False   # each layer starts with a learned mix of stream and embedding
     layer_scalar: bool = False       # a constant factor on each block's output (Gemma 4)
     # MLP, biases
     mlp_limit: float = 7.0           # bound of gate and up [if mlp == 'swiglu_oai']
-    bias: bool = False               # biases of the linear layers, and of layernorm
+    bias: bool = False               # biases of linear layers and layernorm
     qkv_bias: bool | None = None     # bias of queries, keys, values (Qwen2); None: as bias
     proj_bias: bool | None = None    # bias of attention's output; None: as bias
     mlp_bias: bool | None = None     # bias of MLP, experts and router; None: as bias
     # mixture of experts (arXiv:1701.06538)
-    n_expert: int | None = None      # experts that replace the MLP; None or 0: a dense model
+    n_expert: int | None = None      # None or 0: a dense model
     expert_pattern: Literal['E', 'D', 'N'] = 'E'  # E: experts, D: dense, N: no MLP, only a mixer (Nemotron-H)
     # further fields of experts [if n_expert]
     n_expert_active: int | None = None  # experts per token; None: 2
     n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066), as one MLP
-    shared_gate: bool = False        # shared experts times the sigmoid of a projection [if n_shared_expert]
+    shared_gate: bool = False        # a sigmoid gate on shared experts [if n_shared_expert]
     d_expert: int | None = None      # width of an expert; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
     expert_input_scale: bool = False  # the router's weights multiply the experts' input (Llama 4)
-    expert_norms: bool = False       # norms before the router, and around experts (Gemma 4)
+    expert_norms: bool = False       # norms before router, around experts (Gemma 4)
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437): ROUTERS
-    norm_topk_prob: bool = True      # the chosen experts' weights sum to 1; a router that chooses one expert
-                                     # then learns nothing
-    routed_scaling_factor: float = 1.0  # factor on the chosen experts' weights
+    norm_topk_prob: bool = True      # the weights sum to 1; a router of one active expert learns nothing
+    routed_scaling_factor: float = 1.0  # factor on the weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use [if n_group]
-    balance_bias: bool = False       # a bias in choosing that follows the load (arXiv:2408.15664)
-    balance_per_sequence: bool = False  # balance loss for each row of the batch [changeable]
+    balance_bias: bool = False       # balances the load by a bias on the choice (arXiv:2408.15664)
+    balance_per_sequence: bool = False  # balance loss per row of the batch [changeable]
     # head, training
     head_bias: bool = False          # bias of an untied head (GPT-J, Phi) [if not tie_word_embeddings]
     logit_scale: float = 1.0         # factor on the logits (Cohere, Granite)
     logit_softcap: float = 0.0       # c * tanh(logits / c) (Gemma 2); 0: off
-    mtp: bool = False                # one more layer predicts the token after the next: MultiTokenPrediction
+    mtp: bool = False                # a further layer predicts the token after the next: MultiTokenPrediction
 
     def __post_init__(self):
-        complete(self)  # part IV: replaces None by defaults, rejects what cannot be computed
+        complete(self)  # part IV: defaults for None, and validation
 
     def at(self, layer):
-        """The config of one layer: a layer with a window has the values in `local`."""
+        """The config of a layer, with the values in `local` if it has a window."""
         if not self.local or self.window_of(layer) is None:
             return self
         changed = copy.copy(self)
@@ -170,18 +166,18 @@ class GPTConfig:
         return [MIXERS[kind] for kind in dict.fromkeys(self.mixer_pattern)]
 
     def window_of(self, layer):
-        """The window of an S, C or G layer; None: the layer sees all tokens, or its mixer has no windows."""
+        """The window of an S, C or G layer; otherwise None."""
         has_window = self.window_pattern and letter(self.window_pattern, layer) != 'L'
         return self.window if has_window and MIXERS[self.mixer_of(layer)].can_slide else None
 
     def mlp_of(self, layer):
-        """The layer's second half. E: experts, D: a dense MLP, N: nothing."""
+        """E: experts, D: a dense MLP, N: none."""
         kind = letter(self.expert_pattern, layer)
         return 'D' if kind == 'E' and (self.n_expert is None or layer < self.n_dense_layer) else kind
 
     @property
     def rope_dim(self):
-        """Dimensions of a head that rotate, in a layer with rotations."""
+        """Dimensions of a head that rotate."""
         return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -200,14 +196,14 @@ def letter(pattern, layer):
 # parameters and linear layers -------------------------------------------------------------------------------
 
 class Tag(typing.NamedTuple):
-    """How a parameter starts and how it is optimized; set where the parameter is made."""
-    init: typing.Callable          # fills the parameter in place, as the functions of torch.nn.init do
+    """How a parameter starts and is optimized."""
+    init: typing.Callable          # fills the parameter in place, as torch.nn.init does
     group: str                     # one of GROUPS
-    rows: tuple | None = None      # row counts of the projections that are fused in a matrix; None: one
+    rows: tuple | None = None      # row counts of projections fused in a matrix; None: one
 
 
-GROUPS = {  # groups of parameters -> whether weight decay applies; --lr_scales has a factor for each
-    'matrix': True,  # rows x columns, or a stack of such matrices; Muon may orthogonalise them
+GROUPS = {  # group of parameters, as in --lr_scales -> whether it has weight decay
+    'matrix': True,  # or a stack of matrices; Muon may orthogonalise them
     'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
 }
@@ -220,7 +216,7 @@ def tag(w, init, group, rows=None):
 
 
 def parameter(*shape, init, group, rows=None):
-    """A new parameter with its tag. It holds NaN until GPT.init_weights calls init."""
+    """A new parameter with its tag; NaN until init fills it."""
     return tag(nn.Parameter(torch.full(shape, math.nan)), init, group, rows)
 
 
@@ -230,8 +226,8 @@ def hidden_init(w):
 
 
 def branch_init(config):
-    """The init of the last projection of attention and MLP: zeros, so that a block starts as the identity.
-    hidden_init if a norm follows the projection, whose gradient at zero would be 1 / sqrt(eps)."""
+    """The init of the last projection of attention and MLP: zeros, so that a block starts as the identity;
+    hidden_init if a norm follows, whose gradient at zero is 1 / sqrt(eps)."""
     return hidden_init if NORM_PLACEMENTS[config.norm_placement].ends_branch else nn.init.zeros_
 
 
@@ -247,7 +243,7 @@ class Linear(nn.Linear):
 
 class FusedLinear(Linear):
     """Several projections in one matrix: x (..., n_in) -> one tensor (..., width) per width in widths. names:
-    the names of the projections, separated by spaces, for bench.py's tables."""
+    'q k v', for bench.py's tables."""
 
     def __init__(self, n_in, widths, names, bias=False):
         super().__init__(n_in, sum(widths), bias, rows=widths)
@@ -270,7 +266,7 @@ class Embedding(nn.Embedding):
         return F.linear(x, self.weight)
 
     def reset_parameters(self):
-        if not self.weight.is_meta:  # on meta, normal_ would import the compiler, which takes seconds
+        if not self.weight.is_meta:  # on meta, normal_ imports the compiler: seconds
             super().reset_parameters()
 
 
@@ -291,7 +287,7 @@ NORMS = {'rmsnorm': rms_norm, 'layernorm': layer_norm}
 
 
 class Norm(nn.Module):
-    """Normalises the last dimension in float32 and returns x's dtype. is_unit: without weight and bias."""
+    """Normalises the last dimension, in float32. is_unit: without weight and bias."""
 
     def __init__(self, width, config, is_unit=False, eps=None):
         super().__init__()
@@ -308,9 +304,9 @@ class Norm(nn.Module):
 
 
 def rope_table(kind, position_ids, length):
-    """Cosines and sines of the rotation angles at position_ids (1 or B, T), each (1 or B, 1, T, width / 2)
-    float32. Position p rotates pair i by p * base^(-2i / width) (RoFormer, arXiv:2104.09864, equation 15).
-    kind: (base, width, items of a scaling); length: block_size, which some scalings need."""
+    """(cos, sin) at position_ids (1 or B, T), each (1 or B, 1, T, width / 2) float32. Position p rotates pair
+    i by p * base^(-2i / width) (arXiv:2104.09864, equation 15). kind: (base, width, items of a scaling);
+    length: block_size, for scalings."""
     base, width, scaling = kind
     pair = torch.arange(0, width, 2, device=position_ids.device)
     freq = 1.0 / base ** (pair / width)
@@ -319,14 +315,13 @@ def rope_table(kind, position_ids, length):
         options = dict(scaling)
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[:, None, :, None] * freq
-    # joined into one tensor, or a compiled step would compute the angles again in each layer
+    # one tensor, or a compiled step computes the angles again in each layer
     return torch.cat((angle.cos() * factor, angle.sin() * factor), dim=1).split(1, dim=1)
 
 
 def rotate(x, rope):
-    """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin), each (1 or B, 1, T, pairs);
-    None: returns x. Pair i is (x[i], x[i + pairs]), as in Llama. Checkpoints with adjacent pairs (GPT-J) are
-    permuted when they are loaded."""
+    """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin), or not if None. Pair i is
+    (x[i], x[i + pairs]), as in Llama; GPT-J's adjacent pairs are permuted when a checkpoint is loaded."""
     if rope is None:
         return x
     cos, sin = rope
@@ -340,35 +335,34 @@ def rotate(x, rope):
 # attention --------------------------------------------------------------------------------------------------
 
 class Mixer(nn.Module):
-    """Mixes the tokens of a row in a block: attention, Gated DeltaNet, or a layer of yours. The contract is
-    the docstring of ForwardContext in part II. forward(x, context): x (B, T, C) -> (B, T, C)."""
+    """What mixes the tokens of a row: attention, Gated DeltaNet, or a layer of yours. ForwardContext in part
+    II has the contract. forward(x, context): x (B, T, C) -> (B, T, C)."""
 
-    slots = states = ()                       # what it caches per token; what it caches per row
-    mask_kind = rope_kind = window = None     # its mask, its rotation, the tokens that its cache keeps
-    documents = can_slide = False             # whether it keeps documents apart; whether it can have a window
+    slots = states = ()                       # what it caches per token, per row
+    mask_kind = rope_kind = window = None     # its mask, rotation, tokens in its cache
+    documents = can_slide = False             # it keeps documents apart; it can have a window
 
     @classmethod
     def defaults(cls, config):
-        """Fields of GPTConfig -> what None means in a model with this mixer."""
+        """Fields of GPTConfig -> what None means with this mixer."""
         return {}
 
     @classmethod
     def check(cls, config):
-        """What this mixer cannot compute: pairs of fields and problem, as in `impossible`."""
+        """What it cannot compute, as in `impossible`."""
         return ()
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer = layer  # make_schedule sets self.place: its number among the mixers of its block
+        self.layer = layer  # make_schedule sets self.place: its number in its block
 
     def entry(self, context):
-        """The index of its cache entry. A block that computes twice has two entries per mixer."""
+        """Its cache entry. A block that computes twice has two entries per mixer."""
         return context.base + self.place
 
 
 class BaseAttention(Mixer):
-    """What all kinds of attention share. A subclass sets self.scale, and self.head_widths, the widths of a
-    head's key and value."""
+    """What all kinds of attention share. A subclass sets scale and head_widths: of a head's key and value."""
 
     documents = can_slide = True
 
@@ -377,7 +371,7 @@ class BaseAttention(Mixer):
         has_pos = letter(config.pos_pattern, layer) == 'P'
         window = config.window_of(layer)
         self.reach = letter(config.window_pattern, layer) if window else 'L'
-        self.window = None if self.reach == 'G' else window  # G needs the global tokens: its cache keeps all
+        self.window = None if self.reach == 'G' else window  # G's cache keeps all: it needs the global tokens
         self.has_alibi = config.pos == 'alibi' and has_pos
         self.rope_kind = config.rope_kind if config.pos == 'rope' and has_pos else None
         self.n_head = config.n_head
@@ -386,7 +380,7 @@ class BaseAttention(Mixer):
 
     @property
     def mask_kind(self):
-        """The key of its mask in context.masks, and the arguments of make_mask."""
+        """Its key in context.masks."""
         return self.window, self.has_alibi, self.reach
 
     def attend(self, q, k, v, context):
@@ -398,13 +392,12 @@ class BaseAttention(Mixer):
                       self.config.attn_softcap, self.sink)
 
     def flops(self, length):
-        # counts the masked half too, as PaLM does: arXiv:2204.02311, appendix B
+        # with the masked half, as in PaLM: arXiv:2204.02311, appendix B
         return 6 * self.n_head * sum(self.head_widths) * min(length, self.window or length)
 
 
 class Attention(BaseAttention):
-    """Multi-head, grouped-query or multi-query attention, by n_kv_head. VariantAttention of mixers.py has
-    further options."""
+    """Multi-head, grouped-query or multi-query attention. VariantAttention in mixers.py has more options."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -417,10 +410,10 @@ class Attention(BaseAttention):
         self.k_norm = Norm(D, config) if config.qk_norm else nn.Identity()
         self.scale = config.attn_scale or D ** -0.5
         self.head_widths = D, D
-        self.slots = [(K, D), (K, D)]  # the cache keeps keys and values of each token
+        self.slots = [(K, D), (K, D)]  # the cache keeps a key and a value per token
 
     def projections(self, config):
-        """Widths and names of what c_attn computes."""
+        """Widths and names in c_attn."""
         keys = config.n_kv_head * config.head_dim
         return (config.n_head * config.head_dim, keys, keys), 'q k v'
 
@@ -430,10 +423,10 @@ class Attention(BaseAttention):
         q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)                        # each head by itself
         k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
         q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))     # (B, H or K, T, D)
-        rope = context.ropes[self.rope_kind]  # cos and sin at the positions of the new tokens
+        rope = context.ropes[self.rope_kind]  # cos and sin at the tokens' positions
         q = rotate(q, rope)
         k = rotate(k, rope)
-        if context.cache is not None:  # stores the new keys and values; returns all so far, (B, K, S, D)
+        if context.cache is not None:  # stores k and v, returns all so far, (B, K, S, D)
             k, v = context.cache.append(self, context, k, v)
         y = self.attend(q, k, v, context)                                           # (B, H, T, D)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -468,7 +461,7 @@ ACTIVATIONS = {
 
 
 def activation(config):
-    """-> (the activation that config.mlp names, the number of its arguments)"""
+    """-> (activation, number of its arguments)"""
     act, is_gated = ACTIVATIONS[config.mlp]
     return act(config) if isinstance(act, type) else act, 2 if is_gated else 1
 
@@ -487,7 +480,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer, then an MLP or experts, with a norm before each (GPT-2, Llama). VariantBlock has options."""
+    """A mixer, then an MLP or experts, with a norm before each. VariantBlock has options."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -516,7 +509,7 @@ class GPT(nn.Module):
         self.config = config
         tied = config.tie_word_embeddings
         C = config.n_embd
-        # with a tied head, a token's logit for itself starts at n_embd * std
+        # tied: a token's logit for itself starts at n_embd * std
         init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
         self.wte = Embedding(config.vocab_size, C, init)
         self.wpe = Embedding(config.block_size, C, init) if config.pos == 'learned' else None
@@ -537,7 +530,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Fills every parameter as its tag says. `python bench.py params` lists the tags."""
+        """Fills every parameter as its tag says; `python bench.py params` lists the tags."""
         for name, w in self.named_parameters():
             if not w.is_meta:
                 self.tags[name].init(w)
@@ -545,20 +538,18 @@ class GPT(nn.Module):
                     raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
 
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
-        """idx (B, T) int64 -> logits (B, T, vocab_size) float32; keep: only those of each row's last `keep`
-        tokens. With targets (B, T), returns (loss, aux). The loss is the mean cross entropy, without targets
-        that are negative. aux has what is not in the loss: with experts 'balance' and 'z' (0-d, means over
-        the layers) and 'load' (layers, experts), how often each expert was chosen; with mtp, in training, the
-        extra layer's loss 'mtp' (0-d); with keep 'logits'.
+        """idx (B, T) int64 -> logits (B, T, vocab_size) float32, or with targets (B, T) -> (loss, aux).
 
-        cache: the new tokens follow those in the cache and are appended. lengths (B,): how many of the T
-        tokens each row really has; the others are padding. weights: a list to which each attention layer
-        appends its weights (B, H, T, S). Raises ValueError if the tokens do not fit into block_size or the
-        cache."""
+        loss: mean cross entropy of targets that are not negative. aux is not part of it: with experts
+        'balance' and 'z' (0-d, means over layers) and 'load' (layers, experts), how often each was chosen;
+        with mtp, in training, 'mtp' (0-d); with keep, 'logits'. keep: only the logits of each row's last
+        `keep` tokens. cache: idx continues its rows and is appended. lengths (B,): tokens of each row, which
+        padding follows. weights: a list that collects each attention layer's weights (B, H, T, S). Raises
+        ValueError if the tokens exceed block_size or the cache."""
         T = idx.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
-        # part II: positions (continued from the cache), and the rotations and masks that follow from them
+        # part II: positions, after those in the cache, and the rotations and masks that follow from them
         context = make_context(self, idx, cache, lengths, weights, routing=None if targets is None else [])
         x0 = self.embed(context)
         x = self.blocks(x0, context)                                                              # (B, T, C)
@@ -576,7 +567,7 @@ class GPT(nn.Module):
         return loss, aux
 
     def embed(self, context):
-        """The input of the first block, (B, T, C). Rotations and ALiBi act later, in the layers."""
+        """The input of the first block, (B, T, C). Rotations and ALiBi come later, in attention."""
         config = self.config
         x = self.wte(context.idx)
         if config.embed_scale != 1:
@@ -584,17 +575,17 @@ class GPT(nn.Module):
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:
-            # clamp: positions of padding may exceed the table
+            # padding may exceed the table
             x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
-        # in float16 the residual stream could overflow, so it stays float32
+        # float16 could overflow: there the residual stream stays float32
         x = x.bfloat16() if context.dtype is torch.bfloat16 else x
         return F.dropout(x, config.dropout, self.training)
 
     def blocks(self, x0, context):
-        """Passes x0 (B, T, C) through the blocks; the shape stays."""
+        """x0 (B, T, C) -> the output of the last block, (B, T, C)"""
         x = x0
         for i, context.base in self.schedule:
             if self.config.residual_lambdas:
@@ -616,10 +607,9 @@ class GPT(nn.Module):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss(self, x, targets, keep=None, lengths=None):
-        """Output of the last block -> the mean cross entropy, 0-d, and the last `keep` logits of each row,
-        None without keep. It is a method of its own because in a sharded model each block is one compiled
-        graph; head and loss are another, so that the logits stay inside it. Training's further losses are in
-        LOSSES of train.py."""
+        """Output of the last block -> mean cross entropy, 0-d, and the last `keep` logits, or None. A sharded
+        model, which compiles block by block, compiles this method as one graph and so stores no logits.
+        LOSSES in train.py has the losses that training adds."""
         logits = self.head(x)
         return cross_entropy(logits, targets), None if keep is None else last_tokens(logits, keep, lengths)
 
@@ -628,11 +618,11 @@ class GPT(nn.Module):
         w = self.wte.weight
         if torch.is_autocast_enabled(w.device.type):
             return torch.get_autocast_dtype(w.device.type)
-        return getattr(self.wte, 'scale', w).dtype  # an int8 model computes in the dtype of its scales
+        return getattr(self.wte, 'scale', w).dtype  # int8: the dtype of the scales
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
-        """An empty Cache in the compute dtype. static: for a compiled step. rolling: layers with a window
-        keep only that many tokens; False: they keep all, so that rewind can remove any."""
+        """An empty Cache. static: for a compiled step. rolling: layers with a window keep only that many
+        tokens; False: they keep all, so that rewind can remove any."""
         return Cache(self, batch_size, max_len, static, rolling)
 
 
@@ -641,52 +631,51 @@ class GPT(nn.Module):
 class ForwardContext:
     """What the layers of one forward pass share. This docstring is also the contract of a Mixer.
 
-    The shortest way to a new attention is a subclass of Attention that overrides attend(q, k, v, context);
-    query head h goes with key head h // (H / K). Any other mixer is a subclass of Mixer. Enter the class into
-    MIXERS under a letter, and add the letter to the grid of test_model.py. forward(x, context) maps
-    x (B, T, C) to (B, T, C), and no token may depend on later ones. A mixer sets
+    A mixer is a subclass of Mixer, or for another attention of Attention, with another attend(q, k, v,
+    context); query head h goes with key head h // (H / K). Give it a letter in MIXERS and in the grid of
+    test_model.py. In its forward(x, context), x (B, T, C) -> (B, T, C), no token may depend on later ones. It
+    sets
 
     rope_kind   its key in context.ropes, whose value is for rotate(): (base, dimensions that rotate, items of
                 a scaling), as in config.rope_kind or (500.0, config.rope_dim, ()); None: no rotation
     mask_kind   its key in context.masks: the arguments (window, has_alibi, reach) of make_mask; None: no mask
-    slots       what the cache keeps for each token: a list of (heads, width), one per tensor. cache.append(
-                self, context, k, v) stores the new ones, (B, heads, T, width), and returns those of all
-                tokens to attend to. None: the layer reads the tensors of another layer
-    states      what the cache keeps for each row: a list of (shape, dtype), dtype None for the compute dtype.
-                cache.states[self.entry(context)] is the list of tensors (B, *shape), zero for a new row;
-                write them with .copy_(). mixers.after_last keeps the last few tokens in a state
-    window      how many tokens the slots must hold; None: all
-    can_slide   True if window_pattern applies to it. Its window is then config.window_of(layer)
-    documents   True if it keeps documents apart, by context.document_starts. Otherwise a model with
-                document_token is rejected
-    flops       flops(length): training FLOPs per token at this sequence length, which are three times those
-                of the forward pass, without products with weights
+    slots       what the cache keeps per token: (heads, width) for each tensor. cache.append(self, context, k,
+                v) stores new ones (B, heads, T, width) and returns all to attend to. None: the layer reads
+                what another layer keeps
+    states      what the cache keeps per row: (shape, dtype, or None for the compute dtype) for each tensor.
+                cache.states[self.entry(context)] lists them, (B, *shape), zero for a new row; write with
+                .copy_(). mixers.after_last keeps the last few tokens
+    window      how many tokens the slots hold; None: all
+    can_slide   True if it can have a window: config.window_of(layer)
+    documents   True if it keeps documents apart, by context.document_starts; otherwise document_token is
+                rejected
+    flops       flops(length): training FLOPs per token at this length, 3 times those of the forward pass,
+                without those of weights
 
-    If context.lengths is set, some tokens are padding, which must not change a state. Parameters are made by
-    parameter(...) or tag(...). The last projection is called c_proj."""
-    idx: torch.Tensor             # (B, T), ids of the new tokens; of padding, any
-    positions: torch.Tensor       # (1 or B, T), positions in the rows, for masks and the cache
-    position_ids: torch.Tensor    # the same, counted from the start of each document, for rotations
-    document_starts: torch.Tensor | None  # (B, T), position of the start of each token's document; None: 0
-    ropes: dict                   # rope_kind of a mixer -> (cos, sin), each (1 or B, 1, T, pairs), or None
-    masks: dict                   # mask_kind of a mixer -> Mask, or None
+    Padding (context.lengths) must not change a state. Parameters are made by parameter(...) or tag(...); the
+    last projection is c_proj."""
+    idx: torch.Tensor             # (B, T), ids of the new tokens; anything in padding
+    positions: torch.Tensor       # (1 or B, T), in their rows: for masks and the cache
+    position_ids: torch.Tensor    # the same, in their documents: for rotations
+    document_starts: torch.Tensor | None  # (B, T), where each token's document starts; None: at 0
+    ropes: dict                   # rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
+    masks: dict                   # mask_kind -> Mask, or None
     cache: 'Cache | None'
-    lengths: torch.Tensor | None  # (B,), new tokens of each row, before its padding; None: all T
-    base: int                     # cache entry of the first mixer in the current block: see make_schedule
-    eager: bool                   # whether eager_attention computes attention, rather than a kernel
+    lengths: torch.Tensor | None  # (B,), new tokens of each row, without padding; None: all T
+    base: int                     # cache entry of the current block's first mixer
+    eager: bool                   # attention is computed by eager_attention, not by a kernel
     dtype: torch.dtype            # of matmuls
-    weights: list | None          # collects the weights of each attention layer, (B, H, T, S)
-    routing: list | None          # collects (layer, balance, z, load) of each layer with experts
+    weights: list | None          # collects attention weights, (B, H, T, S)
+    routing: list | None          # collects (layer, balance, z, load) of experts
     handed: dict                  # layer -> what it has handed on
 
     def __init__(self, **values):
         vars(self).update(values, handed={})  # not a dataclass: FSDP would give each block its own copy
 
     def hand_on(self, layer, value):
-        """Makes `value`, a tensor or a tuple of tensors, available to later layers as handed[layer]. If they
-        attend to keys and values of this layer, hand on the results of cache.append, which are of all tokens,
-        and give the later layers the same window and slots = None. If `value` is only of the new tokens, the
-        later layers must keep earlier tokens in their own slots or states."""
+        """Gives later layers `value`, a tensor or a tuple of tensors, as handed[layer]. If they attend to keys
+        and values, hand on what cache.append returned; these layers need the same window and slots = None. A
+        value of only the new tokens is for layers that cache what they need of it."""
         self.handed[layer] = value
 
     def is_token(self):
@@ -697,13 +686,13 @@ class ForwardContext:
 
 
 def make_context(model, idx, cache=None, lengths=None, weights=None, routing=None):
-    """The ForwardContext of the new tokens idx (B, T), with their positions, rotations and masks."""
+    """The ForwardContext of the new tokens idx (B, T)."""
     T = idx.shape[1]
     config = model.config
     device = idx.device
-    # tokens count from 0, or from the number of tokens that the cache already has
+    # counted from 0, or from the length of the cache's rows
     positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
-    # in training on a CPU, SDPA takes 1.5 to 2 times as long as eager_attention, with dropout 3 times
+    # eager_attention trains 1.5 to 3 times as fast as SDPA on a CPU
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
                  or device.type == 'cpu' and torch.is_grad_enabled())
     context = ForwardContext(idx=idx, positions=positions, position_ids=positions, document_starts=None,
@@ -712,7 +701,6 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
     if config.document_token is not None:
         context.document_starts = find_starts(context, config.document_token)
         context.position_ids = positions - context.document_starts
-    # once per kind; layers without a rotation or mask look up None
     for kind in dict.fromkeys(mixer.rope_kind for mixer in model.mixers):
         context.ropes[kind] = kind and rope_table(kind, context.position_ids, config.block_size)
     for kind in dict.fromkeys(mixer.mask_kind for mixer in model.mixers):
@@ -721,11 +709,11 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
 
 
 def find_starts(context, document_token):
-    """(B, T): the position at which each new token's document starts: its last document_token, or 0."""
+    """(B, T): the position of the last document_token up to each new token, or 0."""
     positions = context.positions
     cache = context.cache
     starts_here = context.idx == document_token
-    if context.lengths is not None:  # padding starts no document, or a state would be cleared
+    if context.lengths is not None:  # padding starts no document
         starts_here = starts_here & context.is_token()
     start = torch.where(starts_here, positions, 0).cummax(dim=1).values
     if cache is not None:
@@ -736,10 +724,9 @@ def find_starts(context, document_token):
 
 
 def make_schedule(model, order):
-    """order: numbers of blocks in the order in which they compute; a block may occur twice. Returns
-    - for each of them (block, cache entry of its first mixer), which ForwardContext.base becomes;
-    - the mixer of each cache entry. Mixers outside the blocks come last.
-    Sets `place` in each mixer: see Mixer.entry."""
+    """order: block numbers in the order of computation; one may occur twice. Returns (block, cache entry of
+    its first mixer) for each, and the mixer of each cache entry; mixers outside the blocks come last. Sets
+    the `place` of each mixer."""
     schedule = []
     mixers = []
 
@@ -761,22 +748,21 @@ def make_schedule(model, order):
 # cache ------------------------------------------------------------------------------------------------------
 
 class Cache:
-    """What the layers keep of the tokens so far. For each entry of model.mixers, `slots` has a list of
-    tensors (B, heads, number of slots + 1, width), the KV cache of this layer, and `states` a list of tensors
-    (B, ...). A token's slot is its position. A rolling KV cache holds only a window; there the slot is the
-    position modulo the number of slots:
+    """What the layers keep of the tokens so far. For each of model.mixers, `slots` has a list of tensors
+    (B, heads, number of slots + 1, width), its KV cache, and `states` a list of tensors (B, ...). A token's
+    slot is its position. A rolling KV cache holds only a window; there it is the position modulo the number
+    of slots:
 
         max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
         slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
         row 0  a  b  c  .  .  . |              row 0  e  f  c  d |
         row 1  a  b  c  d  e  . |
 
-    The last slot is for padding; nothing reads it. `length` (B,) counts the tokens of each row. `longest` is
-    their maximum, known on the host, and `same_length` says whether all rows have this length.
+    The last slot is for padding; nothing reads it. `length` (B,) counts the tokens of each row; `longest` is
+    the maximum, as an int, and `same_length` is True if all rows have it.
 
-    A `static` cache serves a compiled step, which must be the same at every position: a step changes only
-    tensors, `longest` is always max_len, each step attends to all slots and masks the empty ones, and the
-    caller makes sure that the tokens fit."""
+    If `static`, one compiled step serves every position: it changes only tensors, attends to all slots and
+    masks the empty ones. `longest` is then max_len, and the caller makes sure that the tokens fit."""
 
     def __init__(self, model, batch_size, max_len, static, rolling):
         config = model.config
@@ -789,7 +775,7 @@ class Cache:
         self.longest, self.same_length = (max_len, False) if static else (0, True)
         zeros = functools.partial(torch.zeros, device=model.wte.weight.device)
         self.length = zeros(batch_size, dtype=torch.long)
-        # for each position, where its document starts; the last column is for padding
+        # where each position's document starts; the last column is for padding
         self.starts = zeros(batch_size, (max_len + 1) * (config.document_token is not None), dtype=torch.long)
         self.slots = [[zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, dtype=dtype)
                        for heads, width in mixer.slots or ()] for mixer in model.mixers]
@@ -805,13 +791,12 @@ class Cache:
         return min(window, self.max_len) if self.rolling and window else self.max_len
 
     def append(self, mixer, context, *new):
-        """Stores a mixer's new tensors (B, heads, T, width). Returns the tensors to attend to, (B, heads, S,
-        width); key_positions has their positions."""
+        """Stores a mixer's new tensors (B, heads, T, width). Returns all to attend to, (B, heads, S, width)."""
         slots = self.slots[mixer.entry(context)]
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
         seen = None
-        if T > 1 and n_slots < self.max_len:  # the first new token sees tokens that the last will overwrite
+        if T > 1 and n_slots < self.max_len:  # the first sees tokens that the last overwrites
             seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
                     for old, add in zip(slots, new)]
         self.write(slots, new, context)
@@ -823,27 +808,27 @@ class Cache:
         n_slots = slots[0].shape[2] - 1
         start = self.longest % n_slots
         if self.same_length and context.lengths is None and start + T <= n_slots:
-            for old, add in zip(slots, new):  # adjacent slots: makes an eager step 10% faster
+            for old, add in zip(slots, new):  # adjacent slots: an eager step is 10% faster
                 old[:, :, start:start + T] = add
             return
         column = torch.arange(T, device=self.length.device)
         row = torch.arange(len(self.length), device=self.length.device)
         end = T if context.lengths is None else context.lengths[:, None]
-        is_stored = (column < end) & (column >= end - n_slots)  # not padding, nor what would be overwritten
+        is_stored = (column < end) & (column >= end - n_slots)  # neither padding nor soon overwritten
         slot = (context.positions % n_slots).where(is_stored, n_slots)
         for old, add in zip(slots, new):
             old[row[:, None], :, slot] = add.transpose(1, 2).to(old.dtype)
 
     def key_positions(self, window, positions):
-        """(1 or B, S): positions of what append returns in a layer with this window, -1 for an empty slot.
+        """Positions of what append returns in a layer with this window, (1 or B, S), -1 for an empty slot.
         positions (1 or B, T): those of the new tokens."""
         n_slots = self.n_slots(window)
         T = positions.shape[1]
         slot = torch.arange(n_slots, device=positions.device)[None]
         if n_slots == self.max_len:
             return slot[:, :self.longest + T]
-        last = positions[:, :1] - int(T > 1)  # several new tokens follow the slots: see append
-        held = (last - (last - slot) % n_slots).clamp(min=-1)  # the latest position that belongs in each slot
+        last = positions[:, :1] - int(T > 1)  # several tokens come after the slots: see append
+        held = (last - (last - slot) % n_slots).clamp(min=-1)  # the latest position in each slot
         if T == 1:
             return held[:, :self.longest + 1]
         return torch.cat((held[:, :self.longest], positions), dim=1)
@@ -867,8 +852,8 @@ class Cache:
             self.longest += T
 
     def rewind(self, n):
-        """Removes the last n tokens; n is an int for all rows, or (B,). Raises ValueError if a layer does not
-        keep the tokens before: it has a state, or a rolling KV cache that has wrapped around."""
+        """Removes the last n tokens, an int or (B,). Raises ValueError if a layer has a state or a wrapped
+        rolling KV cache."""
         n_kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots if layer) - 1
         if ((n > 0) & (self.length > n_kept)).any():
             raise ValueError(f"cannot rewind {n} of {self.length.tolist()} tokens: a layer keeps only a "
@@ -891,7 +876,7 @@ class Cache:
         self._recount()
 
     def put(self, rows, other):
-        """Replaces these rows by the rows of another cache with the same number of slots."""
+        """Replaces these rows by those of another cache with as many slots."""
         for tensor, new in zip(self.tensors(), other.tensors()):
             tensor[rows] = new
         self._recount()
@@ -907,7 +892,7 @@ class Cache:
 
 
 def last_tokens(x, keep, lengths):
-    """x (B, T, ...) -> (B, keep, ...), the last `keep` tokens of each row before its padding; None: all."""
+    """x (B, T, ...) -> (B, keep, ...): the last tokens of each row; None: all."""
     if keep is None:
         return x
     if lengths is None:
@@ -920,48 +905,44 @@ def last_tokens(x, keep, lengths):
 
 @dataclasses.dataclass
 class Mask:
-    """Which keys each query sees, in all layers with the same mask_kind. A mixer that hides more keys, or
-    adds a bias, calls add."""
-    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to the scores, -inf for hidden keys; None: 0
-    is_causal: bool               # the keys are those of the queries' tokens (T == S); later ones are hidden
+    """Which keys each query sees, in layers with the same mask_kind."""
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores, -inf hides; None: 0
+    is_causal: bool               # T == S: keys are of the queries' tokens, later ones hidden
     window: int | None            # the most keys that a query sees; None: all
-    flex: tuple | None = None     # the same mask for flex_attention: see flex_mask
+    flex: tuple | None = None     # the same for flex_attention: see flex_mask
 
     def add(self, bias):
-        """A Mask with this bias added, (1 or B, 1 or H, T, S). It may hide keys by -inf, but each query must
-        see one."""
+        """A Mask with a further bias (1 or B, 1 or H, T, S). -inf hides a key; each query must see one."""
         if self.bias is not None:
             bias = bias + self.bias
-        elif self.is_causal:  # kernels either hide later keys or add a bias, not both
+        elif self.is_causal:  # a kernel with a bias does not hide later keys
             bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
         return Mask(bias, self.is_causal, self.window)
 
 
 def visible(q_pos, k_pos, first):
-    """q_pos (1 or B, T) and k_pos (1 or B, S), positions, -1 for an empty slot -> (1 or B, 1, T, S) bool:
-    whether a query sees a key, which is at its own position or earlier, and at `first` (1 or B, T) or
-    later."""
+    """Positions q_pos (1 or B, T), k_pos (1 or B, S), -1 for an empty slot, and first (1 or B, T) -> (1 or B,
+    1, T, S) bool: first <= k_pos <= q_pos."""
     return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first[:, :, None]))[:, None]
 
 
 def make_mask(model, context, window, has_alibi, reach):
-    """The Mask of the layers with this mask_kind. window: tokens in their cache, None for all. reach: their
-    letter of window_pattern. In a G layer, whose window is None, a token sees config.window tokens and the
-    global ones."""
+    """The Mask of a mask_kind. window: tokens in the layers' cache, None: all. reach: their letter in
+    window_pattern. In G layers, whose window is None, a token sees config.window tokens and global ones."""
     config = model.config
     positions = context.positions
     cache = context.cache
-    is_causal = cache is None or cache.longest == 0  # nothing is cached: the keys are those of the new tokens
+    is_causal = cache is None or cache.longest == 0  # the keys are of the new tokens
     span = config.window if reach == 'G' else window  # tokens that a token sees, itself included
     if not has_alibi and context.document_starts is None and needs_no_mask(context, is_causal, span, reach):
         return Mask(None, is_causal, None)
 
     k_pos = positions if cache is None else cache.key_positions(window, positions)
     begin = torch.zeros_like(positions) if context.document_starts is None else context.document_starts
-    # how far back a token sees: to the start of its chunk, or over its window
+    # how far back a token sees
     back = context.position_ids % window if reach == 'C' else (span or config.block_size) - 1
     first = (positions - back).clamp(min=begin)
-    if cache is not None:  # padding beyond the last slot sees that slot: softmax of no keys would be NaN
+    if cache is not None:  # padding beyond the cache sees the last slot: no keys would be NaN
         first = first.clamp(max=cache.max_len - 1)
     seen = visible(positions, k_pos, first)
     if reach == 'G':
@@ -977,7 +958,7 @@ def make_mask(model, context, window, has_alibi, reach):
 
 
 def needs_no_mask(context, is_causal, span, reach):
-    """Whether each token sees all keys that it gets, or all up to itself, for which SDPA has is_causal."""
+    """Whether each token sees all keys, or all up to itself, for which SDPA has is_causal."""
     cache = context.cache
     T = context.positions.shape[1]
     sees_all = span is None or (0 if cache is None else cache.longest) + T <= span
@@ -989,13 +970,13 @@ def needs_no_mask(context, is_causal, span, reach):
 # kernels ----------------------------------------------------------------------------------------------------
 
 def attend(q, k, v, context, mask, scale, p, softcap, sink):
-    """softmax(scale q k^T + bias) v, with dropout p on the weights. q (B, H, T, D), k (B, K, S, D),
-    v (B, K, S, D'), where K divides H -> (B, H, T, D'). Uses the first kernel that can compute it fast."""
+    """softmax(scale q k^T + bias) v, with dropout p on the weights, by the fastest path: q (B, H, T, D),
+    k (B, K, S, D), v (B, K, S, D') -> (B, H, T, D')."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     bias = mask.bias
     group = H // K
-    # of a window, eager_attention computes only the part near the diagonal, SDPA the whole square
+    # eager_attention skips blocks outside a window, SDPA does not
     if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
     if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it rejects narrower heads
@@ -1016,7 +997,7 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
         y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
                                            enable_gqa=q.shape[1] > k.shape[1])
-    return y.reshape(B, H, T, -1)  # not view: some kernels return (B, T, H, D') transposed
+    return y.reshape(B, H, T, -1)  # some kernels return the heads next to D'
 
 
 BLOCK = 128       # queries per step of eager_attention
@@ -1025,14 +1006,13 @@ ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def sdpa_plan(device, dtype, fits_flash, is_causal):
-    """How to call scaled_dot_product_attention on a type of device. fits_flash: keys and values have the same
-    width, at most 256. is_causal: whole sequences; otherwise single queries, or with a bias. Returns
+    """How to call scaled_dot_product_attention. fits_flash: keys and values have the same width, at most 256.
+    Returns
 
-    - how the query heads of a group share a key head. 'rows': their queries become rows of one product.
-      'repeat': each gets a copy of the keys. 'gqa': the kernel supports groups; on CUDA only flash attention
-      and cuDNN do.
-    - whether cuDNN may compute it. It is the fastest in training, but it plans for each new shape, which
-      takes tenths of a second, and it was wrong with masks (pytorch issues 196678, 193893)."""
+    - how a group of query heads shares a key head. 'rows': the heads become rows of one product. 'repeat':
+      each gets a copy of the keys. 'gqa': the kernel does it; on CUDA, only flash attention and cuDNN can
+    - whether to allow cuDNN: it is the fastest in training, but plans for each new shape, which takes tenths
+      of a second, and was wrong with masks (pytorch issues 196678, 193893)"""
     use_cudnn = device != 'cuda' or is_causal and torch.is_grad_enabled()
     if not is_causal:
         return 'rows', use_cudnn
@@ -1042,16 +1022,15 @@ def sdpa_plan(device, dtype, fits_flash, is_causal):
 
 
 def use_flex(model, context):
-    """Whether flex_attention, which skips hidden keys, computes this pass. It must be compiled, and it has no
-    dropout."""
+    """Whether to use flex_attention, which skips hidden keys. It must be compiled and has no dropout."""
     return (context.idx.is_cuda and context.dtype is torch.bfloat16 and context.idx.shape[1] >= 128
             and context.cache is None and not context.eager and torch.compiler.is_compiling()
             and not (model.training and model.config.dropout))
 
 
 def flex_mask(first, slopes):
-    """flex_attention's (function that changes scores or None, block mask) for queries that see the keys from
-    first (1 or B, T) to themselves. slopes (H,): ALiBi's, or None."""
+    """flex_attention's (score function or None, block mask) for queries that see keys from first (1 or B, T)
+    on. slopes (H,): ALiBi's, or None."""
     from torch.nn.attention.flex_attention import create_block_mask
     rows, T = first.shape
     device = first.device
@@ -1067,13 +1046,12 @@ def flex_mask(first, slopes):
 
 
 def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=None, few=False):
-    """What attend computes, in plain torch. It runs over blocks of queries and leaves out keys that a causal
-    mask hides from a whole block. It serves
+    """attend in plain torch, over blocks of queries, without keys that are hidden from a whole block. For
 
-    - what no kernel computes: softcap, sink, returned weights;
-    - training on CPUs, and windows there, at twice SDPA's speed if the window is a fourth of the tokens;
-    - with `few`, few queries in a compiled step, by sums that compile to two loops. SDPA takes ten times as
-      long on a CPU, and CUDA's kernels with a bias use only one multiprocessor per head."""
+    - softcap, sink and returned weights, which no kernel has
+    - training and windows on CPUs, where it is up to twice as fast as SDPA
+    - `few` queries in a compiled step, by sums that compile to two loops: on a CPU SDPA takes ten times as
+      long, and CUDA's kernels with a bias use one multiprocessor per head"""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     q = q * scale
@@ -1085,7 +1063,7 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
         last = end if mask.is_causal else S
         keys = k[:, :, first:last]
         values = v[:, :, first:last]
-        # the query heads of a group are rows of one product: (B, K, H / K t, D) @ (B, K, D, s)
+        # a group's query heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, s)
         rows = q[:, :, start:end].reshape(B, K, -1, D)
         score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
         score = score.view(B, H, -1, last - first)
@@ -1093,7 +1071,7 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
             score = softcap * torch.tanh(score / softcap)
         if mask.bias is not None:
             score = score + mask.bias[:, :, start:end, first:last]
-        if sink is not None:  # one more column, which has a weight but no value
+        if sink is not None:  # has a weight but no value
             score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
         weight = score.softmax(dim=-1)[..., :last - first]
         if weights is not None:
@@ -1105,8 +1083,7 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
 
 
 def aligned_linear(x, w, bias):
-    """x @ w^T + bias. Pads w with zero rows to a multiple of 64, because GPUs are slow if the rows of a
-    result are not aligned."""
+    """x @ w^T + bias, with rows of w padded to a multiple of 64: GPUs are slow at unaligned results."""
     y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
     return y if bias is None else y + bias
 
@@ -1115,13 +1092,13 @@ MOST_LOGITS = 2**31 - 1  # per call: CUDA's kernel counts them in 32 bits (pytor
 
 
 def cross_entropy(logits, targets):
-    """Mean cross entropy, 0-d, of logits (B, T, vocab_size) and targets (B, T). Negative targets do not
-    count; if all are negative, it is 0."""
+    """Mean cross entropy, 0-d, of logits (B, T, vocab_size) over targets (B, T) that are not negative; 0 if
+    there are none."""
     logits = logits.flatten(0, 1)
     targets = targets.flatten().clamp(min=-1)
     rows = MOST_LOGITS // logits.shape[-1]
     parts = [(logits, targets)]
-    if rows < len(targets):  # only if needed, because the gradient of split is a copy
+    if rows < len(targets):  # only then, because the gradient of split is a copy
         parts = zip(logits.split(rows), targets.split(rows))
     loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
     return loss / (targets >= 0).sum().clamp(min=1)
@@ -1130,7 +1107,7 @@ def cross_entropy(logits, targets):
 # III. variants ==============================================================================================
 
 def yarn_mscale(factor, weight):
-    """YaRN's factor on the rotation, which sharpens attention in a context that is `factor` times longer."""
+    """How much YaRN sharpens attention in a context that is factor times longer."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -1140,8 +1117,7 @@ def linear(freq, base, length, *, factor):
 
 
 def ntk(freq, base, length, *, factor):
-    """Multiplies the base by factor^(d / (d - 2)): divides the lowest frequency by factor, keeps the highest
-    (bloc97)."""
+    """Divides the lowest frequency by factor and keeps the highest, by a larger base (bloc97)."""
     pairs = len(freq)
     return freq * factor ** (-torch.arange(pairs, device=freq.device) / max(1, pairs - 1)), 1.0
 
@@ -1154,9 +1130,8 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
-    """Keeps pairs that rotate more than beta_fast times in the original context, divides by factor the
-    frequency of pairs that rotate less than beta_slow times, and interpolates between: arXiv:2309.00071,
-    section 3.2."""
+    """Keeps the frequency of pairs that rotate more than beta_fast times in the original context, divides it
+    for less than beta_slow times, and interpolates between: arXiv:2309.00071, section 3.2."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
                  for times in (beta_fast, beta_slow))  # pairs that rotate this many times
@@ -1174,8 +1149,7 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
 
 def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
            original_max_position_embeddings):
-    """As yarn, but interpolates linearly in the number of rotations, and does not sharpen attention: Llama
-    3.1, arXiv:2407.21783."""
+    """As yarn, but linear in the number of rotations: Llama 3.1, arXiv:2407.21783."""
     times = original_max_position_embeddings * freq / (2 * math.pi)
     share = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return torch.lerp(freq / factor, freq, share), 1.0
@@ -1183,27 +1157,24 @@ def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
 
 def longrope(freq, base, length, *, short_factor, long_factor, original_max_position_embeddings, factor,
              attention_factor=None):
-    """A factor for each pair, from short_factor within the original context and from long_factor beyond it:
-    arXiv:2402.13753."""
+    """A factor per pair, from long_factor beyond the original context: arXiv:2402.13753."""
     factors = long_factor if length > original_max_position_embeddings else short_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
-    # filled on the device, because a tensor made from a list would be copied there in each step
+    # filled on the device, because a list would be copied there in each step
     return freq / torch.stack([freq.new_full((), one) for one in factors]), attention_factor
 
 
 def proportional(freq, base, length, *, partial_rotary_factor, factor=1.0):
-    """As linear, but rotates only this share of the pairs, those of the highest frequencies: LFM3, Gemma
-    4."""
+    """As linear, but only the fastest pairs, this share of all, rotate: LFM3, Gemma 4."""
     freq = freq / factor
     freq[int(partial_rotary_factor * len(freq)):] = 0
     return freq, 1.0
 
 
 ROPE_SCALINGS = {
-    # rope_type: function of frequencies, base, length and further options of rope_scaling -> frequencies, and
-    #            a factor on cos and sin. length is always block_size, so that a token's rotation does not
-    #            depend on how many tokens are in the batch
+    # rope_type: function of frequencies, base, length (block_size, so that rotations do not depend on the
+    #            batch) and the other items of rope_scaling -> frequencies, factor on cos and sin
     'linear': linear,
     'ntk': ntk,
     'dynamic': dynamic,
@@ -1215,7 +1186,7 @@ ROPE_SCALINGS = {
 
 
 def complete_scaling(scaling, length):
-    """rope_scaling, or None, with the length at which the model was trained, if this scaling needs it."""
+    """rope_scaling, or None, with the length of training, if the scaling needs it."""
     name = 'original_max_position_embeddings'
     function = ROPE_SCALINGS.get(scaling.get('rope_type')) if scaling else None
     if function and name in inspect.signature(function).parameters:
@@ -1231,9 +1202,8 @@ def sinusoid(position_ids, width):
 
 
 def scale_queries(mixer, q, context):
-    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)). beta, length, start and
-    layers are keys of query_scale: Ministral 3 has the defaults; Llama 4 has start=1, and layers='N' for
-    layers without positions (after arXiv:2501.19399)."""
+    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)), with items of query_scale.
+    Ministral 3; Llama 4 has start=1, and layers='N', those without positions (after arXiv:2501.19399)."""
     options = {'start': 0, 'layers': 'PN'} | mixer.config.query_scale
     if letter(mixer.config.pos_pattern, mixer.layer) not in options['layers']:
         return q
@@ -1242,8 +1212,8 @@ def scale_queries(mixer, q, context):
 
 
 def alibi_slopes(n_head, device=None):
-    """(H,): 2^(-8i/n) for n heads if n is a power of two. Otherwise the slopes for the next smaller power,
-    then every second slope for twice that power (arXiv:2108.12409)."""
+    """(H,): 2^(-8i/n) for n heads, a power of two; otherwise the slopes of the next smaller power, then every
+    second slope of twice that power (arXiv:2108.12409)."""
     n = 2 ** int(math.log2(n_head))
     i = torch.arange(1, n_head + 1, device=device)
     return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
@@ -1258,8 +1228,7 @@ def further_layer(name, *args):
 
 
 def make_mixer(config, layer):
-    """The layer's mixer. An Attention whose options need it is a VariantAttention; a subclass of Attention
-    that should have these options derives from VariantAttention."""
+    """The layer's mixer. Attention with options is VariantAttention: derive from that if yours has them."""
     layer_config = config.at(layer)
     kind = MIXERS[config.mixer_of(layer)]
     if kind is Attention and (layer_config.attn_gate or layer_config.clip_qkv or layer_config.k_eq_v
@@ -1278,14 +1247,14 @@ def make_mlp(config, layer):
 
 
 def make_block(config, layer):
-    """A Block, or a VariantBlock if the config needs its options."""
+    """A Block, or if it has options a VariantBlock."""
     is_plain = (config.norm_placement == 'pre' and config.residual_scale == 1 and not config.layer_scalar
                 and config.mlp_of(layer) != 'N')
     return (Block if is_plain else VariantBlock)(config, layer)
 
 
 class VariantBlock(Block):
-    """A Block with norms as in NORM_PLACEMENTS, with factors on its outputs, or without an MLP."""
+    """A Block with other norms, with factors, or without an MLP."""
 
     def __init__(self, config, layer):
         nn.Module.__init__(self)
@@ -1297,9 +1266,9 @@ class VariantBlock(Block):
         self.norms = [f'ln_{i + 1}' for i in range(placement.n_norm)]
         self.ln_1 = Norm(config.n_embd, config)
         self.attn = make_mixer(config, layer)
-        for name in self.norms[1:]:  # before the MLP: the order of parameters is part of old checkpoints
+        for name in self.norms[1:]:  # before the MLP: older checkpoints need this order
             setattr(self, name, Norm(config.n_embd, config))
-        if kind == 'E' and config.expert_norms:  # MoE has a norm for each of its inputs
+        if kind == 'E' and config.expert_norms:  # MoE has its own norms
             self.ln_3 = nn.Identity()
         self.mlp = make_mlp(config, layer)
         self.p = config.dropout
@@ -1359,9 +1328,9 @@ def mixer_only(x, attn, mlp, ln_1):
 
 class Placement(typing.NamedTuple):
     """Where a block has its norms."""
-    compute: typing.Callable  # (x, attn, mlp, *norms) -> x; all of them are functions of x (B, T, C)
-    n_norm: int               # how many norms a block has
-    ends_branch: bool         # whether a norm is the last step of attn and mlp, before the sum
+    compute: typing.Callable  # (x, attn, mlp, *norms) -> x, each a function of x
+    n_norm: int               # how many norms
+    ends_branch: bool         # whether a norm follows attn and mlp, before the sum
 
 
 NORM_PLACEMENTS = {
@@ -1383,7 +1352,7 @@ def complete(config):
     if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
         import mixers  # noqa: F401 (enters its letters and activations)
     problems = list(wrong_values(config))
-    if not problems:  # combinations are checked only if each field has a valid value
+    if not problems:  # combinations need valid fields
         fill_defaults(config)
         problems = list(impossible(config))
     if problems:
@@ -1419,8 +1388,7 @@ def round_up(n, multiple=64):
 
 
 def choices(kind):
-    """The values that a field's annotation allows: the keys of a table, or those in Literal or bool; else
-    []."""
+    """The values in a field's annotation, a table, Literal or bool; else []."""
     if isinstance(kind, str):
         return [*globals()[kind.partition(' |')[0]]]
     if typing.get_origin(kind) is Literal:
@@ -1429,7 +1397,7 @@ def choices(kind):
 
 
 def wrong_values(config):
-    """Fields with an unknown value or a number out of range: pairs (field, problem)."""
+    """Unknown values and numbers out of range: pairs (field, problem)."""
     for name, field in config.__dataclass_fields__.items():
         value = getattr(config, name)
         known = choices(field.type)
@@ -1474,8 +1442,8 @@ def impossible(config):  # noqa: C901
 
 
 def changed(config, **changes):
-    """The config of a trained model with other fields. Scalings keep the length at which it was trained.
-    Raises ValueError if block_size exceeds the learned positions."""
+    """A trained model's config with other fields; its training length stays. Raises ValueError if block_size
+    exceeds the learned positions."""
     if config.pos == 'learned' and changes.get('block_size', 0) > config.block_size:
         raise ValueError(f"block_size={changes['block_size']} is more than the {config.block_size} positions "
                          "that the model has learned")
@@ -1486,18 +1454,17 @@ def changed(config, **changes):
 
 
 def try_tokens(model):
-    """Computes the loss of two tokens. Raises ArithmeticError if it is not finite; a wrong option raises what
-    Python or torch does."""
+    """Computes the loss of two tokens. Raises ArithmeticError if it is not finite, or what torch does."""
     idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.wte.weight.device)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # as in training, which may draw dropout
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # as in training
         loss, _ = model(idx, idx)
     if not loss.isfinite():
         raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
 
 
 def collect_tags(model):
-    """Name of each parameter -> its Tag. Raises ValueError for a parameter without a tag, a 'matrix' that is
-    none, and a buffer that checkpoints would lack."""
+    """Name -> Tag of every parameter. Raises ValueError for a parameter without a tag, a false 'matrix', or a
+    buffer that is not saved."""
     tags = {}
     for name, w in model.named_parameters():
         found = tags[name] = getattr(w, 'tag', None)
@@ -1508,7 +1475,7 @@ def collect_tags(model):
                              "another of GROUPS")
     saved = model.state_dict()
     for name, _ in model.named_buffers():
-        if name not in saved:  # its values would be lost, because models are loaded without computing them
+        if name not in saved:  # loading does not compute buffers
             raise ValueError(f"a checkpoint would lose the buffer {name}: leave persistent=False out")
     return tags
 
@@ -1519,9 +1486,8 @@ LOOKUP_GROUPS = {'embedding', 'bigram'}  # groups of tables: a token reads one r
 
 
 def account(model):
-    """Name of each parameter -> (elements, elements that a token uses, training FLOPs per token). Further
-    rows: 'head' if tied, 'mtp', and 'mixing', which is the mixers' products without weights at a length of
-    block_size."""
+    """Name of each parameter -> (elements, elements that a token uses, training FLOPs per token). 'head' (if
+    tied), 'mtp' and 'mixing' (products without weights, at a length of block_size) have FLOPs only."""
     length = model.config.block_size
     rows = {name: cost(model, name, w) for name, w in model.named_parameters()}
     head = next((model.lm_head or model.wte).parameters())
@@ -1533,9 +1499,8 @@ def account(model):
 
 
 def cost(model, name, w):
-    """(elements of the parameter w of this name, elements that a token uses, training FLOPs per token). A
-    weight in a matmul costs 6 FLOPs for forward and backward, 4 if frozen; a table costs none. A block that
-    computes twice counts twice."""
+    """The row of a parameter w in account. A weight in a matmul costs 6 FLOPs, forward and backward, or 4 if
+    frozen, each time that its block computes; a table costs none."""
     config = model.config
     active = w.numel()
     group = model.tags[name].group
