@@ -99,7 +99,7 @@ class LatentAttention(BaseAttention):
         if config.kv_lora_rank is None:
             yield 'mixer_pattern kv_lora_rank', 'do not fit: M layers need kv_lora_rank'
         if any(issubclass(mixer, Attention) for mixer in config.mixers):
-            yield 'mixer_pattern', 'cannot be combined: A and M layers need other rotations and scales'
+            yield 'mixer_pattern', 'mixes A with M layers, which need other rotations and scales'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -111,7 +111,9 @@ class LatentAttention(BaseAttention):
         rope = config.qk_rope_head_dim
         value = config.v_head_dim
         self.widths = rank, nope, rope, value
-        self.scale = config.attn_scale or self.score_scale(config)
+        scaling = config.rope_scaling or {}
+        sharper = yarn_mscale(scaling.get('factor', 1.0), scaling.get('mscale_all_dim', 0.0))
+        self.scale = config.attn_scale or (nope + rope) ** -0.5 * sharper ** 2  # YaRN as in DeepSeek
         q_width = H * (nope + rope)
         self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), 'q latent k_rope', config.qkv_bias)
         self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
@@ -121,13 +123,6 @@ class LatentAttention(BaseAttention):
         self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
         self.slots = [(1, rank + rope)]
         self.head_widths = nope + rope, value
-
-    @staticmethod
-    def score_scale(config):
-        """1 / sqrt(width of a head), times the square of YaRN's mscale_all_dim term, as in DeepSeek."""
-        scaling = config.rope_scaling or {}
-        grown = yarn_mscale(scaling.get('factor', 1.0), scaling.get('mscale_all_dim', 0.0))
-        return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * grown ** 2
 
     def forward(self, x, context):
         q, latent, k_rope = self.c_attn(x)

@@ -45,10 +45,10 @@ class GPTConfig:
     vocab_size: int = 50304          # GPT-2's 50257, rounded up
     n_layer: int = 12                # blocks
     n_head: int = 12                 # query heads
-    n_kv_head: int | None = None     # key/value heads (arXiv:2305.13245); None: n_head
+    n_kv_head: int | None = None     # key/value heads (arXiv:2305.13245); None: n_head; 1: multi-query
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head [if not kv_lora_rank]
-    d_ff: int | None = None          # MLP width; None: 4 n_embd, if gated 8/3 n_embd, rounded up
+    d_ff: int | None = None          # MLP width; None: 4 n_embd, or if gated 8/3 n_embd, rounded up
     mlp: 'ACTIVATIONS' = 'swiglu'    # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
     norm_eps: float = 1e-6           # added to the mean square
     rope_base: float = 10000.0       # pair i rotates by position * base^(-2i / dimensions) [if pos == 'rope']
@@ -98,15 +98,15 @@ class GPTConfig:
     v_head_dim: int | None = None    # width of a head's value; None: 128
     latent_norm_eps: float | None = None  # norm_eps of latent and compressed query; None: norm_eps
     # layers with a state, see mixers.py [if mixer_pattern.strip('AM')]
-    linear_n_key_head: int | None = None  # query and key heads; None: n_head, in B 1
-    linear_n_value_head: int | None = None  # a multiple of it; None: the same, in B n_embd / 32
-    linear_key_head_dim: int | None = None  # None: n_embd // n_head, in B (size of the state) 64
-    linear_value_head_dim: int | None = None  # None: linear_key_head_dim, in B 64
+    linear_n_key_head: int | None = None  # query and key heads; None: n_head (in B 1)
+    linear_n_value_head: int | None = None  # a multiple of the key heads; None: as many (B n_embd / 32)
+    linear_key_head_dim: int | None = None  # None: n_embd // n_head (in B, the size of the state, 64)
+    linear_value_head_dim: int | None = None  # None: linear_key_head_dim (in B 64)
     linear_conv_bias: bool | None = None  # bias of B's short convolution; None: True
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
     # norms, residual stream
     norm: 'NORMS' = 'rmsnorm'        # rmsnorm, layernorm
-    norm_bias: bool | None = None    # None: layernorm as bias, rmsnorm False
+    norm_bias: bool | None = None    # None: as bias if layernorm, otherwise False
     norm_weight: bool = True         # False: norms without weights (OLMo)
     norm_placement: 'NORM_PLACEMENTS' = 'pre'  # pre, post, output, sandwich, parallel, parallel_2
     embed_norm: bool = False         # norm after the embedding (BLOOM)
@@ -122,7 +122,7 @@ class GPTConfig:
     proj_bias: bool | None = None    # bias of attention's output; None: as bias
     mlp_bias: bool | None = None     # bias of MLP, experts and router; None: as bias
     # mixture of experts (arXiv:1701.06538)
-    n_expert: int | None = None      # None or 0: a dense model
+    n_expert: int | None = None      # experts; None or 0: a dense model
     expert_pattern: Literal['E', 'D', 'N'] = 'E'  # E: experts, D: dense, N: no MLP, only a mixer (Nemotron-H)
     # further fields of experts [if n_expert]
     n_expert_active: int | None = None  # experts per token; None: 2
@@ -133,7 +133,7 @@ class GPTConfig:
     expert_input_scale: bool = False  # the router's weights multiply the experts' input (Llama 4)
     expert_norms: bool = False       # norms before router, around experts (Gemma 4)
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437): ROUTERS
-    norm_topk_prob: bool = True      # the weights sum to 1; a router of one active expert learns nothing
+    norm_topk_prob: bool = True      # weights sum to 1; with one active expert the router then learns nothing
     routed_scaling_factor: float = 1.0  # factor on the weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use [if n_group]
@@ -631,32 +631,32 @@ class GPT(nn.Module):
 class ForwardContext:
     """What the layers of one forward pass share. This docstring is also the contract of a Mixer.
 
-    A mixer is a subclass of Mixer, or for another attention of Attention, with another attend(q, k, v,
-    context); query head h goes with key head h // (H / K). Give it a letter in MIXERS and in the grid of
-    test_model.py. In its forward(x, context), x (B, T, C) -> (B, T, C), no token may depend on later ones. It
-    sets
+    To add an attention, derive from Attention and override attend(q, k, v, context), in which query head h
+    uses key head h // (H / K). For any other mixer, derive from Mixer and write forward(x, context), in which
+    no token may depend on later tokens. Give the class a letter in MIXERS, and add the letter to the grid of
+    test_model.py. A mixer sets
 
     rope_kind   its key in context.ropes, whose value is for rotate(): (base, dimensions that rotate, items of
                 a scaling), as in config.rope_kind or (500.0, config.rope_dim, ()); None: no rotation
     mask_kind   its key in context.masks: the arguments (window, has_alibi, reach) of make_mask; None: no mask
-    slots       what the cache keeps per token: (heads, width) for each tensor. cache.append(self, context, k,
-                v) stores new ones (B, heads, T, width) and returns all to attend to. None: the layer reads
-                what another layer keeps
-    states      what the cache keeps per row: (shape, dtype, or None for the compute dtype) for each tensor.
-                cache.states[self.entry(context)] lists them, (B, *shape), zero for a new row; write with
-                .copy_(). mixers.after_last keeps the last few tokens
+    slots       what the cache keeps per token: a list of (heads, width), one per tensor. cache.append(self,
+                context, k, v) stores new ones, (B, heads, T, width), and returns all to attend to. None: the
+                layer reads what another layer keeps
+    states      what the cache keeps per row: a list of (shape, dtype), where None is the compute dtype.
+                cache.states[self.entry(context)] has the tensors (B, *shape), zero for a new row; write them
+                with .copy_(). mixers.after_last keeps the last few tokens in a state
     window      how many tokens the slots hold; None: all
     can_slide   True if it can have a window: config.window_of(layer)
     documents   True if it keeps documents apart, by context.document_starts; otherwise document_token is
                 rejected
     flops       flops(length): training FLOPs per token at this length, 3 times those of the forward pass,
-                without those of weights
+                without the products with weights
 
-    Padding (context.lengths) must not change a state. Parameters are made by parameter(...) or tag(...); the
-    last projection is c_proj."""
+    Padding (see lengths) must not change a state. Make parameters by parameter(...) or tag(...), and call the
+    last projection c_proj."""
     idx: torch.Tensor             # (B, T), ids of the new tokens; anything in padding
-    positions: torch.Tensor       # (1 or B, T), in their rows: for masks and the cache
-    position_ids: torch.Tensor    # the same, in their documents: for rotations
+    positions: torch.Tensor       # (1 or B, T), positions in the rows, for masks and the cache
+    position_ids: torch.Tensor    # the same in the documents, for rotations
     document_starts: torch.Tensor | None  # (B, T), where each token's document starts; None: at 0
     ropes: dict                   # rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
     masks: dict                   # mask_kind -> Mask, or None
@@ -673,9 +673,9 @@ class ForwardContext:
         vars(self).update(values, handed={})  # not a dataclass: FSDP would give each block its own copy
 
     def hand_on(self, layer, value):
-        """Gives later layers `value`, a tensor or a tuple of tensors, as handed[layer]. If they attend to keys
-        and values, hand on what cache.append returned; these layers need the same window and slots = None. A
-        value of only the new tokens is for layers that cache what they need of it."""
+        """Gives later layers `value`, a tensor or a tuple of tensors, as handed[layer]. Keys and values must
+        be what cache.append returned; layers that attend to them need the same window and slots = None. If
+        `value` has only the new tokens, later layers must cache what they need of it."""
         self.handed[layer] = value
 
     def is_token(self):
@@ -690,9 +690,9 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
     T = idx.shape[1]
     config = model.config
     device = idx.device
-    # counted from 0, or from the length of the cache's rows
+    # counted from 0, or from the number of cached tokens in each row
     positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
-    # eager_attention trains 1.5 to 3 times as fast as SDPA on a CPU
+    # in training on a CPU, eager_attention is 1.5 to 3 times as fast as SDPA
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
                  or device.type == 'cpu' and torch.is_grad_enabled())
     context = ForwardContext(idx=idx, positions=positions, position_ids=positions, document_starts=None,
@@ -748,7 +748,7 @@ def make_schedule(model, order):
 # cache ------------------------------------------------------------------------------------------------------
 
 class Cache:
-    """What the layers keep of the tokens so far. For each of model.mixers, `slots` has a list of tensors
+    """What layers keep of the tokens so far. For each of model.mixers, `slots` has a list of tensors
     (B, heads, number of slots + 1, width), its KV cache, and `states` a list of tensors (B, ...). A token's
     slot is its position. A rolling KV cache holds only a window; there it is the position modulo the number
     of slots:
@@ -791,7 +791,7 @@ class Cache:
         return min(window, self.max_len) if self.rolling and window else self.max_len
 
     def append(self, mixer, context, *new):
-        """Stores a mixer's new tensors (B, heads, T, width). Returns all to attend to, (B, heads, S, width)."""
+        """Stores new tensors (B, heads, T, width) of a mixer; returns all to attend to, with S for T."""
         slots = self.slots[mixer.entry(context)]
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
@@ -906,13 +906,14 @@ def last_tokens(x, keep, lengths):
 @dataclasses.dataclass
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
-    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores, -inf hides; None: 0
-    is_causal: bool               # T == S: keys are of the queries' tokens, later ones hidden
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; -inf hides; None: 0
+    is_causal: bool               # the keys are of the queries' tokens; later ones are hidden
     window: int | None            # the most keys that a query sees; None: all
     flex: tuple | None = None     # the same for flex_attention: see flex_mask
 
     def add(self, bias):
-        """A Mask with a further bias (1 or B, 1 or H, T, S). -inf hides a key; each query must see one."""
+        """For a mixer that hides more keys or has a bias: a Mask with this bias (1 or B, 1 or H, T, S) added.
+        -inf hides a key; each query must see one."""
         if self.bias is not None:
             bias = bias + self.bias
         elif self.is_causal:  # a kernel with a bias does not hide later keys
@@ -927,30 +928,31 @@ def visible(q_pos, k_pos, first):
 
 
 def make_mask(model, context, window, has_alibi, reach):
-    """The Mask of a mask_kind. window: tokens in the layers' cache, None: all. reach: their letter in
-    window_pattern. In G layers, whose window is None, a token sees config.window tokens and global ones."""
+    """The Mask of a mask_kind. window: tokens that the layers' cache keeps, None: all. reach: their letter
+    in window_pattern. In G layers, window is None, and a token sees config.window tokens and global ones."""
     config = model.config
     positions = context.positions
     cache = context.cache
-    is_causal = cache is None or cache.longest == 0  # the keys are of the new tokens
+    is_causal = cache is None or cache.longest == 0  # the only keys are those of the new tokens
     span = config.window if reach == 'G' else window  # tokens that a token sees, itself included
     if not has_alibi and context.document_starts is None and needs_no_mask(context, is_causal, span, reach):
         return Mask(None, is_causal, None)
 
     k_pos = positions if cache is None else cache.key_positions(window, positions)
     begin = torch.zeros_like(positions) if context.document_starts is None else context.document_starts
-    # how far back a token sees
+    # how far back a token sees: C, to the start of its chunk
     back = context.position_ids % window if reach == 'C' else (span or config.block_size) - 1
     first = (positions - back).clamp(min=begin)
-    if cache is not None:  # padding beyond the cache sees the last slot: no keys would be NaN
+    if cache is not None:  # padding beyond the cache sees the last slot; without a key it would be NaN
         first = first.clamp(max=cache.max_len - 1)
     seen = visible(positions, k_pos, first)
     if reach == 'G':
         is_global = k_pos[:, None, None] < begin[:, None, :, None] + config.window_global
         seen = seen | visible(positions, k_pos, begin) & is_global
-    slopes = alibi_slopes(config.n_head, positions.device) * config.alibi_scale if has_alibi else None
+    slopes = None
     bias = torch.zeros((), dtype=context.dtype, device=positions.device)
     if has_alibi:
+        slopes = alibi_slopes(config.n_head, positions.device) * config.alibi_scale
         distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
         bias = (-slopes[:, None, None] * distance).to(context.dtype)
     flex = flex_mask(first, slopes) if reach != 'G' and use_flex(model, context) else None
@@ -1046,7 +1048,7 @@ def flex_mask(first, slopes):
 
 
 def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=None, few=False):
-    """attend in plain torch, over blocks of queries, without keys that are hidden from a whole block. For
+    """attend in plain torch, in blocks of queries, without keys that are hidden from a whole block. It is for
 
     - softcap, sink and returned weights, which no kernel has
     - training and windows on CPUs, where it is up to twice as fast as SDPA

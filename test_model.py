@@ -35,7 +35,7 @@ MLA = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=1
 YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 12}
 
 
-CHOICES = {  # the axes of the pairwise grid, which another choice combines anew; {}: GPTConfig's defaults
+CHOICES = {  # axes of the pairwise grid; {}: GPTConfig's defaults
     'attention': [{}, dict(n_kv_head=2), dict(n_kv_head=1, head_dim=10, qk_norm='whole', attn_scale=0.2),
                   MLA, {**MLA, 'q_lora_rank': 12, 'latent_norm_eps': 0.1},
                   dict(n_kv_head=2, attn_sink=True, qk_norm=False, clip_qkv=0.3),
@@ -81,7 +81,7 @@ TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=61, norm_e
 
 
 def combined(row):
-    """The options of a row of the grid, {axis: number of its choice}."""
+    """The options of a row {axis: index of its choice}."""
     return {key: value for name, i in row.items() for key, value in CHOICES[name][i].items()}
 
 
@@ -98,7 +98,7 @@ def pairs(row):
 
 
 def pairwise(axes):
-    """Few combinations in which every two choices of two axes meet that may, by a greedy search."""
+    """Few rows in which every valid pair of choices of two axes occurs, by a greedy search."""
     generator = random.Random(0)
     rows = []
     nothing = dict.fromkeys(axes, 0)
@@ -128,17 +128,17 @@ def small(**options):
 @pytest.fixture(autouse=True)
 def same_start():
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # small tensors: a second one only waits
+    torch.set_num_threads(1)  # tensors are small: a second thread only waits
 
 
 def tiny(**options):
-    """A model whose every weight matters: nothing is left at zero or one."""
+    """A model in which every weight matters, because none is zero or one."""
     torch.manual_seed(0)
     return check.randomized(GPTConfig(**{**TINY, **options}))
 
 
 def tokens(model, *shape):
-    """Random tokens; every few of them ends a document, if the model knows any."""
+    """Random tokens. If the model has documents, some of the tokens start one."""
     idx = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
     if model.config.document_token is not None:
         idx[idx % 7 == 0] = model.config.document_token
@@ -154,17 +154,17 @@ def test_modules_equal_the_formulas_of_papers(options):
 
 
 def as_on_cuda(monkeypatch):
-    """Each cache is static, as in compiled steps; attention and sums are called as on CUDA, in float32."""
+    """Makes all caches static, as in compiled steps, and computes attention and sums as on CUDA."""
     plan = flat.sdpa_plan
     make_cache = GPT.make_cache
     kernel = F.scaled_dot_product_attention
 
-    def memory_efficient(*args, enable_gqa, **options):  # lays its result out as (B, queries, heads, D)
-        assert not enable_gqa  # knows no groups
-        assert not torch.backends.cuda.cudnn_sdp_enabled()  # for training alone
+    def memory_efficient(*args, enable_gqa, **options):  # stores its result as (B, queries, heads, D)
+        assert not enable_gqa  # does not support groups
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # only for training
         return kernel(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', memory_efficient)
-    monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *rest: plan('cuda', *rest))
+    monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *args: plan('cuda', *args))
     monkeypatch.setattr(mixers, 'has_cumsum', lambda device: False)
     monkeypatch.setattr(GPT, 'make_cache', lambda *args, **options: make_cache(
         *args, **{**options, 'static': True}))
@@ -173,7 +173,7 @@ def as_on_cuda(monkeypatch):
 @pytest.mark.parametrize('options', GRID, ids=grid_name)
 def test_cached_equals_uncached(options, monkeypatch):
     check.check_cache(small(**options))
-    if options in GRID and options not in GRID[::3]:  # the rest would take long
+    if options in GRID and options not in GRID[::3]:  # every third takes long enough
         return
     as_on_cuda(monkeypatch)
     check.check_cache(small(**options))
@@ -187,7 +187,7 @@ def test_every_parameter_learns(options):
     (loss + aux.get('mtp', 0)).backward()
     without = [name for name, w in model.named_parameters()
                if w.grad is None or not w.grad.abs().max() > 1e-7]
-    # what all keys have in common cancels in the softmax, unless positions rotate it
+    # a bias of all keys cancels in the softmax, unless it is rotated
     assert not [name for name in without if not name.endswith('k_norm.bias')]
 
 
@@ -219,14 +219,14 @@ class OwnAlibi(flat.Attention):
     def attend(self, q, k, v, context):
         age = (context.positions[:, :, None] - context.positions[:, None])[:, None]
         mask = context.masks[self.mask_kind].add(-flat.alibi_slopes(4)[:, None, None] * age)
-        own = copy.copy(context)
-        own.masks = {self.mask_kind: mask}
-        return super().attend(q, k, v, own)
+        changed = copy.copy(context)
+        changed.masks = {self.mask_kind: mask}
+        return super().attend(q, k, v, changed)
 
 
 @pytest.mark.parametrize('options', [{}, dict(window=5, window_pattern='SL', document_token=3, n_kv_head=2),
                                      dict(window=5, window_pattern='C')])
-def test_flex_attention_has_the_same_masks_but_where_a_mixer_adds_a_bias(options, monkeypatch):
+def test_flex_attention_equals_eager_attention(options, monkeypatch):
     import torch.nn.attention.flex_attention as flex
     calls = []
     kernel = flex.flex_attention
@@ -234,14 +234,14 @@ def test_flex_attention_has_the_same_masks_but_where_a_mixer_adds_a_bias(options
         *args, **options))
     monkeypatch.setitem(flat.MIXERS, 'X', OwnAlibi)
     model = tiny(pos='alibi', head_dim=16, **options)
-    own = tiny(pos='none', mixer_pattern='X', head_dim=16, **options)
+    biased = tiny(pos='none', mixer_pattern='X', head_dim=16, **options)
     idx = tokens(model, 2, 24)
-    expected = model(idx)  # attention is written out, for its gradient
-    near(own(idx), expected)
+    expected = model(idx)  # by eager_attention, because of gradients
+    near(biased(idx), expected)
     with torch.no_grad():
-        near(own(idx), expected)
+        near(biased(idx), expected)
         monkeypatch.setattr(flat, 'use_flex', lambda *args: True)
-        near(own(idx), expected)
+        near(biased(idx), expected)
         assert not calls
         near(model(idx), expected)
     assert len(calls) == 2
@@ -261,11 +261,11 @@ def test_padding_beyond_the_cache_leaves_states_finite():
     assert all(state.isfinite().all() for layer in cache.states for state in layer)
 
 
-@pytest.mark.parametrize('options, elements', [  # slots and one for padding, each of a width
+@pytest.mark.parametrize('options, elements', [  # (slots and one for padding) times width
     (dict(window=5, window_pattern='SL', **MLA), (6 + 81) * (16 + 4)),
     (dict(mixer_pattern='DA'), 3 * 96 + 4 * 8 * 8 + 81 * 2 * 4 * 8)], ids=str)
 @torch.no_grad()
-def test_caches_keep_to_their_size_and_refuse_the_rest(options, elements):
+def test_sizes_and_limits_of_caches(options, elements):
     model = tiny(block_size=80, **options)
     cache = model.make_cache(2, 80)
     idx = tokens(model, 2, 80)
@@ -290,15 +290,15 @@ def test_caches_keep_to_their_size_and_refuse_the_rest(options, elements):
 
 
 def pretend_device(monkeypatch):
-    """Fake tensors on 'meta' flow as on a GPU, without one: an operator refuses tensors of two devices, and
-    nothing can wait for their values, but for int(...), which is 8."""
-    importlib.import_module('torch._dynamo')  # keeps the functions it finds, and is imported on the way
-    with torch.device('meta'):  # keeps the constructors it finds at its first call
+    """Fake tensors on 'meta' behave as on a GPU: an operator rejects tensors of two devices, and values
+    cannot be read, except by int(...), which returns 8."""
+    importlib.import_module('torch._dynamo')  # keeps the functions that it finds when it is imported
+    with torch.device('meta'):  # keeps the constructors that it finds at its first use
         torch.empty(0)
     monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)
     monkeypatch.setattr(torch, 'autocast', lambda device, **options: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, '__int__', lambda x: 8)
-    monkeypatch.setattr(torch, 'tensor', None)  # is made on the host, which copies it in each step
+    monkeypatch.setattr(torch, 'tensor', None)  # would be copied from the host in each step
     return FakeTensorMode()
 
 
@@ -312,7 +312,7 @@ def pretend_device(monkeypatch):
     dict(pos='learned', attn_sink=True, dropout=0.1, vocab_size=64)], ids=str)
 def test_all_tensors_are_on_the_models_device(options, monkeypatch):
     plan = flat.sdpa_plan
-    monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *rest: plan('cuda', *rest))
+    monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *args: plan('cuda', *args))
     config = GPTConfig(**{**TINY, **options})
     with pretend_device(monkeypatch):
         with torch.device('meta'):
@@ -339,7 +339,7 @@ def test_all_tensors_are_on_the_models_device(options, monkeypatch):
 
 @pytest.mark.parametrize('channels', [1, 4])
 def test_the_chunked_delta_rule_is_the_recurrence(channels):
-    """Its gradients, of documents and with strong decays too, which neither overflow nor vanish."""
+    """Also its gradients, with documents, and with decays that could overflow or vanish."""
     q, k, v = (torch.randn(2, 3, 150, width) for width in (4, 4, 6))
     decay = -torch.tensor([90.0, 1, 1e-3, 0]) * (torch.rand(2, 3, 150, 1) < 0.5)
     is_start = torch.rand(2, 150) < 0.03
@@ -373,7 +373,7 @@ def test_experts_without_rows_get_no_gradient_on_blackwell(monkeypatch):
     assert not found[1].any()
 
 
-def test_a_router_deep_in_underflow_still_weighs_to_one():
+def test_router_weights_sum_to_one_despite_underflow():
     model = tiny(n_expert=4, router='sigmoid', mlp_bias=True)
     routing = []
     moe = model.h[0].mlp
@@ -391,15 +391,15 @@ def test_the_balance_bias_is_never_rounded():
     assert model.h[0].mlp.expert_bias.dtype == torch.float32
 
 
-def test_a_scaling_is_told_the_trained_length(tmp_path):
-    """A new model's is its block_size; one that is read with a longer context keeps its own."""
+def test_a_scaling_gets_the_trained_length(tmp_path):
+    """It is block_size in a new model; a loaded model with a longer context keeps its trained length."""
     short = {'rope_type': 'yarn', 'factor': 4.0}
-    told = {**YARN, 'original_max_position_embeddings': 16}
-    for scaling in (None, short):  # trained plainly, and so
+    completed = {**YARN, 'original_max_position_embeddings': 16}
+    for scaling in (None, short):  # trained without a scaling, and with one
         model = tiny(block_size=16, rope_scaling=scaling)
         torch.save({'model': model.state_dict(), 'model_args': vars(model.config)}, tmp_path / 'ckpt.pt')
-        longer, _, rest = load(tmp_path / 'ckpt.pt', block_size=64, rope_scaling=short)
-        assert longer.config.rope_scaling == rest['model_args']['rope_scaling'] == told
+        longer, _, checkpoint = load(tmp_path / 'ckpt.pt', block_size=64, rope_scaling=short)
+        assert longer.config.rope_scaling == checkpoint['model_args']['rope_scaling'] == completed
 
 
 @torch.no_grad()
@@ -415,7 +415,7 @@ def test_attention_weights_on_request():
 
 
 class Canon(flat.Attention):
-    """A short convolution before attention, a mixer inside a mixer: arXiv:2512.17351."""
+    """A mixer inside a mixer: a short convolution before attention, arXiv:2512.17351."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -426,7 +426,7 @@ class Canon(flat.Attention):
 
 
 class SharedKeys(flat.Attention):
-    """Layers after the first attend to the keys and values of the first: arXiv:2405.05254."""
+    """Later layers attend to the keys and values of the first: arXiv:2405.05254."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -452,7 +452,7 @@ def compute_blocks_twice(monkeypatch):
 @pytest.mark.parametrize('options', [
     dict(mixer_pattern='YD', linear_conv_kernel_dim=3, document_token=3),
     dict(mixer_pattern='H', n_kv_head=2), dict(mixer_pattern='AD')], ids=grid_name)
-def test_the_grid_holds_what_a_fork_adds(options, monkeypatch):
+def test_the_grid_with_what_a_fork_adds(options, monkeypatch):
     monkeypatch.setitem(flat.MIXERS, 'Y', Canon)
     monkeypatch.setitem(flat.MIXERS, 'H', SharedKeys)
     if options['mixer_pattern'] == 'AD':
@@ -470,7 +470,7 @@ def test_flops_are_those_that_torch_counts(options, monkeypatch):
     if 'bigram_size' in options:
         compute_blocks_twice(monkeypatch)
     model = tiny(**options)
-    with FlopCounterMode(display=False) as counter:  # forward alone; attention written out, as in training
+    with FlopCounterMode(display=False) as counter:  # only forward, with eager_attention, as in training
         model(tokens(model, 2, 24))
     assert 3 * counter.get_total_flops() == flops_per_token(model) * 48
 
@@ -510,7 +510,7 @@ def test_bfloat16_is_near_float32():
     cast = model.to(torch.bfloat16)(idx).log_softmax(-1)
     assert auto.dtype == cast.dtype == torch.float32
     assert (auto - full).abs().mean() < 0.05 * full.std() and (cast - full).abs().mean() < 0.05 * full.std()
-    assert make_context(model, idx).ropes[model.config.rope_kind][0].dtype == torch.float32  # never rounded
+    assert make_context(model, idx).ropes[model.config.rope_kind][0].dtype == torch.float32  # not rounded
 
 
 def test_a_loss_in_parts_is_the_loss(monkeypatch):
@@ -520,20 +520,20 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch):
     kernel = F.cross_entropy
 
     def limited(logits, *args, **options):
-        assert logits.numel() <= 200  # as CUDA's kernel has a limit
+        assert logits.numel() <= 200  # the limit of CUDA's kernel
         return kernel(logits, *args, **options)
     monkeypatch.setattr(flat, 'MOST_LOGITS', 200)
     monkeypatch.setattr(F, 'cross_entropy', limited)
     loss = flat.cross_entropy(logits, targets)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(*(torch.autograd.grad(x, logits)[0] for x in (loss, expected)))
-    assert flat.cross_entropy(logits, torch.full((2, 8), -100)) == 0  # nothing to learn is no nan
+    assert flat.cross_entropy(logits, torch.full((2, 8), -100)) == 0  # no targets: not NaN
 
 
 def test_logits_stay_within_the_graph_of_the_loss():
     model = tiny().train()
     made = []
-    for block in model.h:  # as a sharded model's, which breaks the graph at each
+    for block in model.h:  # a sharded model breaks the graph at each block
         block.forward = torch.compiler.disable(block.forward)
 
     def backend(graph, inputs):

@@ -1,4 +1,4 @@
-"""Small models, data and runs that several files of tests use."""
+"""Small models, data and runs that several test files use."""
 import base64
 import collections
 import csv
@@ -32,7 +32,7 @@ def same_weights(a, b):
 
 
 def made(model, prompts, n, **options):
-    """The tokens that generate makes for each prompt; each ends once, with None."""
+    """The tokens that generate yields for each prompt, whose end is None."""
     found = [[] for _ in prompts]
     for sample, token in generate(model, prompts, n, **options):
         found[sample.number].append(token)
@@ -71,7 +71,7 @@ PREP_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 
 
 def prep_toy_bpe(pattern=PREP_WORDS):
-    """a BPE with a few merges, made here: no table has to be downloaded"""
+    """A BPE with a few merges, without a download."""
     pytest.importorskip('tiktoken')
     tokens = [bytes([i]) for i in range(256)]
     tokens += [b' a', b'th', b'the', b' the', b'\n ', b'\n  ', b'12', b'  ', b'\n\n']
@@ -84,14 +84,14 @@ def prep_ids(folder, split, dtype='<u2'):
 
 
 def prep_source(*texts):
-    """A Source of these documents. The end of a single document is held out for validation."""
+    """A Source of these documents. A single document ends with the validation text."""
     return prepare.Source('x', 'x', lambda: ([text] for text in texts))
 
 
 # pieces and processes ---------------------------------------------------------------------------------------
 def prep_patterns():
     openai_public = pytest.importorskip('tiktoken_ext.openai_public')
-    with pytest.MonkeyPatch.context() as monkey:         # the patterns are in the package, the tables are not
+    with pytest.MonkeyPatch.context() as monkey:         # the package has the patterns, not the tables
         monkey.setattr(openai_public, 'load_tiktoken_bpe', lambda *a, **k: {})
         monkey.setattr(openai_public, 'data_gym_to_mergeable_bpe_ranks', lambda *a, **k: {})
         return {name: openai_public.ENCODING_CONSTRUCTORS[name]()['pat_str']
@@ -107,7 +107,7 @@ CASED_SPLIT = (rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{
 
 @functools.lru_cache(maxsize=1)
 def tok_texts():
-    """Code, Chinese, emoji, digits, spaces, odd Unicode: something of everything, 400 KB."""
+    """400 KB of code, Chinese, emoji, digits, spaces and rare characters."""
     rng = random.Random(0)
     code = ''.join((ROOT / name).read_text(encoding='utf-8')
                    for name in ('train.py', 'sample.py', 'bench.py'))
@@ -121,7 +121,7 @@ def tok_texts():
 
 @functools.cache
 def tok_oracles():
-    """name -> a tokenizer of the tokenizers library, of each kind that is met on the hub."""
+    """name -> a tokenizer of the tokenizers library. The kinds are those of published models."""
     tk = pytest.importorskip('tokenizers')
     pre, norm, dec = tk.pre_tokenizers, tk.normalizers, tk.decoders
 
@@ -169,7 +169,7 @@ def tok_oracles():
                       tk.AddedToken('word', single_word=True)])
     added.add_special_tokens([tk.AddedToken('<|x|>', lstrip=True), tk.AddedToken('<|y|>', rstrip=True)])
     found['added'] = added
-    path = Path(os.environ.get('FLATGPT_DATA', 'nowhere')) / 'minimind_tokenizer/tokenizer.json'
+    path = Path(PREP_DATA, 'minimind_tokenizer/tokenizer.json')
     if path.exists():
         found['minimind'] = tk.Tokenizer.from_file(str(path))
     return found
@@ -191,7 +191,7 @@ CHAT_TEMPLATES = {
         " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
         " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
         " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
-    'smollm':  # a system message of its own, where there is none
+    'smollm':  # adds a system message if there is none
         "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful AI assistant named"
         " SmolLM, trained by Hugging Face<|im_end|>\n' }}{%- endif %}{%- for m in messages %}{{-"
         " '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{%- if"
@@ -220,7 +220,7 @@ CHAT_ENDS = {'llama2': '</s>', 'llama3': '<|eot_id|>'}  # others: <|im_end|>
 
 
 def chat_tokenizer(template='chatml'):
-    """Bytes and ChatML's tokens, by the tokenizers library; its end of text is <|im_end|>, as MiniMind's."""
+    """A JsonTokenizer of bytes and special tokens, whose end of text is <|im_end|>, as in MiniMind."""
     pytest.importorskip('tokenizers')
     byte = flat_tokenizer.ByteTokenizer()
     byte.special = {text: 256 + i for i, text in enumerate([
@@ -233,7 +233,7 @@ def chat_tokenizer(template='chatml'):
 
 # training ---------------------------------------------------------------------------------------------------
 def synthetic(n, vocab_size=23, seed=0):
-    """Tokens with something to learn: each determines the next, but for some noise."""
+    """Tokens with something to learn: each determines the next, except for noise."""
     rng, out = np.random.default_rng(seed), [1]
     noise, other = rng.random(n) < 0.15, rng.integers(vocab_size, size=n)
     for i in range(n - 1):
@@ -256,7 +256,7 @@ TOY = ['--dataset=toy', '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_siz
 
 
 def run(script, *args):
-    """A script as users run it, in this process; returns its globals."""
+    """Runs a script in this process; returns its globals."""
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, 'argv', [script, *args])
@@ -279,10 +279,10 @@ def log_rows(out_dir):
 
 
 def torchrun(count, *command, fails=False):
-    """A script on `count` ranks of this machine: what it prints, or if it fails, the finished process."""
+    """Runs a script on `count` ranks; returns its output, or with fails the finished process."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={count}',
                *command]
-    for last in (False, False, True):  # gloo aborts a rank now and then (exit code -6)
+    for last in (False, False, True):  # gloo sometimes aborts a rank (exit code -6)
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200,
                               env={**os.environ, 'OMP_NUM_THREADS': '1'})
         if last or 'exitcode: -6' not in done.stderr:
@@ -292,7 +292,7 @@ def torchrun(count, *command, fails=False):
 
 
 def write_masks(path='data/toy', seed=0):
-    """Uneven masks for a prepared folder: some windows are all targets, some have none. Returns train's."""
+    """Writes masks with which some windows are all targets and some have none. Returns the mask of train."""
     masks = {}
     for split in ('val', 'train'):
         n, rng = os.path.getsize(f'{path}/{split}.bin') // 2, np.random.default_rng(seed)
@@ -303,7 +303,7 @@ def write_masks(path='data/toy', seed=0):
 
 
 def write_packed(eot=22, block=16):
-    """Packs conversations into data/toy as prepare.py does. Returns them: [(ids, the mask of each)]."""
+    """Packs conversations into data/toy, as prepare.py does. Returns [(ids, mask)]."""
     talks = [np.random.default_rng(n).integers(22, size=n) for n in (5, 8, 12, 3, 4, 2, 15, 7)]
     learnt = [(np.arange(1, 1 + len(talk)) % 7 > 2).astype(np.uint8) for talk in talks]
     for split in 'train', 'val':
@@ -318,7 +318,7 @@ def write_packed(eot=22, block=16):
 
 
 def dequantized(model):
-    """The same model with the weights that an int8 one stands for, in float32."""
+    """The float32 model with the weights that an int8 model represents."""
     plain, state = GPT(model.config), dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, weights.Int8Linear):
@@ -328,9 +328,9 @@ def dequantized(model):
 
 
 def bench(capsys, *args):
-    """Runs bench.py; returns what it prints, and its numbers."""
+    """Runs bench.py; returns its output and its numbers."""
     capsys.readouterr()
-    torch.set_num_threads(1)  # beside other processes the second would mostly wait
+    torch.set_num_threads(1)  # when tests share the machine, a second thread mostly waits
     run('bench.py', *args, '--json=True')
     *lines, last = capsys.readouterr().out.splitlines()
     return '\n'.join(lines), json.loads(last)

@@ -1,7 +1,7 @@
 """
-Formulas of the papers in plain torch, for lab/check.py and tests: of LONG tokens in rows of one document,
-without cache and dropout. A formula takes a config, a module and what this is called with, gives what it
-gives, and calls the modules in it, which have formulas of their own.
+Formulas of the papers in plain torch, for lab/check.py and tests. Rows are one document of LONG tokens,
+without cache and dropout. A formula has the arguments config, module and those of the module's forward,
+returns what forward should return, and calls the inner modules, which have their own formulas.
 """
 import functools
 import math
@@ -14,11 +14,11 @@ import experts
 import mixers
 import model as flat
 
-LONG = 136  # tokens: more than the blocks of attention and of DeltaNet
+LONG = 136  # tokens, more than a block of attention or a chunk of DeltaNet
 
 
 def letters(config, layer):
-    """A layer's letters: of its mixer, window (L: none), MLP and positions."""
+    """A layer's letters for mixer, window (L: none), MLP and positions."""
     patterns = config.mixer_pattern, config.window_pattern or 'L', config.expert_pattern, config.pos_pattern
     mixer, window, mlp, pos = (pattern[layer % len(pattern)] for pattern in patterns)
     is_dense = mlp == 'E' and (not config.n_expert or layer < config.n_dense_layer)
@@ -37,19 +37,19 @@ def capped(x, cap):
 
 
 def rotated(config, layer, y):
-    """y (B, heads, T, width), its first dimensions turned by their positions, if the layer has rotations."""
+    """y (B, heads, T, width) with its first dimensions rotated, if the layer has rotations."""
     _, window, _, pos = letters(config, layer)
     if config.pos != 'rope' or pos != 'P':
         return y
-    own = vars(config) | (config.local or {} if window != 'L' else {})
-    n = (config.qk_rope_head_dim or int(own['head_dim'] * own['partial_rotary_factor'])) // 2
-    factor, options = 1, dict(own['rope_scaling'] or {})
-    freq = own['rope_base'] ** (-torch.arange(n) / n)
+    fields = vars(config) | (config.local or {} if window != 'L' else {})
+    n = (config.qk_rope_head_dim or int(fields['head_dim'] * fields['partial_rotary_factor'])) // 2
+    base, factor, options = fields['rope_base'], 1, dict(fields['rope_scaling'] or {})
+    freq = base ** (-torch.arange(n) / n)
     if options:
-        freq, factor = flat.ROPE_SCALINGS[options.pop('rope_type')](freq, own['rope_base'], LONG, **options)
-    a, b, rest = y.tensor_split((n, 2 * n), -1)
+        freq, factor = flat.ROPE_SCALINGS[options.pop('rope_type')](freq, base, LONG, **options)
+    a, b, unrotated = y.tensor_split((n, 2 * n), -1)
     z = torch.complex(a, b) * factor * torch.exp(1j * torch.arange(LONG)[:, None] * freq)
-    return torch.cat((z.real, z.imag, rest), -1)
+    return torch.cat((z.real, z.imag, unrotated), -1)
 
 
 def attend(config, module, q, k, v):
@@ -63,7 +63,7 @@ def attend(config, module, q, k, v):
     within = {'L': True, 'S': age < width, 'C': position // width == position.T // width,
               'G': (age < width) | (config.window_global > position.T)}[window]
     score = capped(q @ k.mT * (config.attn_scale or q.shape[-1] ** -0.5), config.attn_softcap)
-    if config.pos == 'alibi' and pos == 'P':  # as the code of arXiv:2108.12409 has it, for 6 heads
+    if config.pos == 'alibi' and pos == 'P':  # slopes for 6 heads, by the code of arXiv:2108.12409
         score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
     weight = score.exp() * (age >= 0) * within
     total = weight.sum(-1, keepdim=True) + (module.sink.exp()[:, None, None] if config.attn_sink else 0)
@@ -71,16 +71,16 @@ def attend(config, module, q, k, v):
 
 
 def attention(config, module, x, context):
-    own = vars(config) | (config.local or {} if letters(config, module.layer)[1] != 'L' else {})
+    fields = vars(config) | (config.local or {} if letters(config, module.layer)[1] != 'L' else {})
     (q, k, *others), kind, bound = module.c_attn(x), config.qk_norm, config.clip_qkv or math.inf
-    v, *gate = [k] * own['k_eq_v'] + others
+    v, *gate = [k] * fields['k_eq_v'] + others
 
     def heads(y, norm):
         y = norm(y) if kind == 'whole' else y
-        y = y.unflatten(-1, (-1, own['head_dim'])).transpose(1, 2)
+        y = y.unflatten(-1, (-1, fields['head_dim'])).transpose(1, 2)
         y = rotated(config, module.layer, (norm(y) if kind is True else y).clamp(-bound, bound))
         return norm(y) if kind in ('rotated', 'unit') else y
-    v = v.unflatten(-1, (-1, own['head_dim'])).transpose(1, 2).clamp(-bound, bound)
+    v = v.unflatten(-1, (-1, fields['head_dim'])).transpose(1, 2).clamp(-bound, bound)
     v = norm(config, module.v_norm, v) if config.v_norm else v
     y = attend(config, module, heads(q, module.q_norm), heads(k, module.k_norm), v)
     return module.c_proj((y * gate[0].view(*y.shape[:3], -1).sigmoid() if gate else y).flatten(2))
@@ -113,8 +113,8 @@ def short_convolution(config, module, x, context):
 
 
 def state_layer(config, module, x, context):
-    """One token at a time: Gated DeltaNet, arXiv:2412.06464, equation 10; Kimi's, arXiv:2510.26692; Mamba-2,
-    arXiv:2405.21060, section 6, which has no beta"""
+    """One token at a time. Gated DeltaNet: arXiv:2412.06464, equation 10; Kimi Delta Attention:
+    arXiv:2510.26692; Mamba-2, which has no beta: arXiv:2405.21060, section 6."""
     q, k, v, gate, *beta, decay = module.c_attn(x)
     K, H, act = config.linear_n_key_head, config.linear_n_value_head, F.silu
     if isinstance(module, mixers.KimiDeltaAttention):
@@ -165,7 +165,7 @@ def mlp(config, module, x, context=None):
 
 
 def around(config, module, name, x):
-    """A norm of expert_norms, which Gemma 4 has."""
+    """One of the norms of expert_norms (Gemma 4), if there are any."""
     return norm(config, getattr(module, name), x) if config.expert_norms else x
 
 
@@ -175,15 +175,15 @@ def router_logits(config, module, x):
 
 
 def routed(config, module, x):
-    """Weights of the experts, 0 of those not chosen, and their scores, (B, T, E)."""
-    function, n_best = SCORES[config.router]  # a group scores as its n_best best experts
+    """Weights (0 if not chosen) and scores of the experts, (B, T, E)."""
+    function, n_best = SCORES[config.router]  # a group's score is the sum of its n_best best experts
     scores = function(router_logits(config, module, x))
     rank = scores + module.expert_bias if config.balance_bias else scores
     if config.n_group:
         groups = rank.unflatten(-1, (config.n_group, -1))
         best = groups.topk(n_best).values.sum(-1)
-        kept = best >= best.topk(config.topk_group).values[..., -1:]
-        rank = groups.where(kept[..., None], -math.inf).flatten(-2)
+        allowed = best >= best.topk(config.topk_group).values[..., -1:]
+        rank = groups.where(allowed[..., None], -math.inf).flatten(-2)
     weight = scores * (rank >= rank.topk(config.n_expert_active).values[..., -1:])
     weight = weight / weight.sum(-1, keepdim=True) if config.norm_topk_prob else weight
     weight = weight * module.expert_scale if config.expert_norms else weight
@@ -200,7 +200,7 @@ def expert(module, e):
 
 
 def moe(config, module, x, context):
-    """Every expert on every token."""
+    """Computes every expert on every token."""
     y, each = 0, around(config, module, 'ln_in', x)
     for e, after in enumerate(routed(config, module, x)[0].split(1, -1)):
         before, after = (after, after > 0) if config.expert_input_scale else (1, after)
@@ -214,7 +214,7 @@ def moe(config, module, x, context):
 
 
 def router_losses(config, module, x):
-    """The balance loss (arXiv:2101.03961, equations 4 to 6), z (arXiv:2202.08906), each expert's choices."""
+    """Balance loss (arXiv:2101.03961, equations 4 to 6), z (arXiv:2202.08906), tokens per expert."""
     weight, scores = routed(config, module, x)
     chosen, share = (weight > 0).float(), scores / scores.sum(-1, keepdim=True)
     dims = 1 if config.balance_per_sequence else (0, 1)
@@ -228,7 +228,7 @@ def block(config, module, x, context):
     (_, _, kind, _), placement = letters(config, module.attn.layer), config.norm_placement
 
     def ln(number, x):
-        if number == 3 and kind == 'E' and config.expert_norms:  # it stands within
+        if number == 3 and kind == 'E' and config.expert_norms:  # MoE has its own norms
             return x
         return norm(config, getattr(module, f'ln_{number}'), x)
 
@@ -294,7 +294,7 @@ def head(config, model, x):
 
 
 def decoder(config, model, idx):
-    """The logits of the next token and, with mtp, of the one after."""
+    """Logits of the next token and, with mtp, of the token after it."""
     context = flat.make_context(model, idx)
     x = first = embedding(config, model, context)
     for layer, context.base in model.schedule:
@@ -312,8 +312,8 @@ def cross_entropy(logits, targets):
 # parameters and optimizers ----------------------------------------------------------------------------------
 
 def initial_values(config):
-    """Rows of parts of names, group, mean, standard deviation (None: by the columns); the first that has a
-    part of a parameter's name counts."""
+    """Rows of (parts of names, group, mean, standard deviation; None: sqrt(1 / (3 columns))). The first row
+    with a part of a parameter's name applies to it."""
     kernel, ends_in_norm = config.linear_conv_kernel_dim or 1, config.norm_placement in ('output', 'sandwich')
     return (
         ('wte wpe', 'embedding', 0, 0.02), ('bigram', 'bigram', 0, 0),
@@ -327,12 +327,12 @@ def initial_values(config):
         ('c_ router', 'matrix', 0, None))
 
 
-OPTIMIZERS = 'adamw', 'muon'  # that optimizer_step knows
+OPTIMIZERS = 'adamw', 'muon'  # in optimizer_step
 
 
 def optimizer_step(model, name, kind, scales):
-    """A copy of the parameter of this name and a step for it, of rate 0.1 times its group's scale and decay
-    0.05: by torch's AdamW or, of a matrix, by Muon on each projection and expert."""
+    """A copy of a parameter, and a function that updates it by torch's AdamW, or if it is a matrix by Muon on
+    each projection and expert. The rate is 0.1 times the scale of its group, the decay 0.05."""
     module, group = model.get_submodule(name.rpartition('.')[0]), model.tags[name].group
     copy, rate = model.get_parameter(name).detach().clone(), 0.1 * scales[group]
     decay = 0.05 * (group not in ('vector', 'scalar'))
@@ -356,9 +356,8 @@ def optimizer_step(model, name, kind, scales):
 
 
 LONGROPE = dict(original_max_position_embeddings=64, short_factor=[1] * 4, long_factor=[1, 2, 3, 4])
-# worked examples
-EXAMPLES = (  # of rotary scalings by 8, of 1, 1/2, 1/4 and 1/8, which base 16 has: length, options, then what
-    # the papers give, frequencies and the factor on the rotation
+EXAMPLES = (  # rotary scalings by 8 of the frequencies 1, 1/2, 1/4, 1/8 (base 16): name, length, options, and
+    # by the papers' formulas the new frequencies and the factor on cos and sin
     ('linear', 15, {}, [0.125, 0.0625, 0.03125, 0.015625], 1),
     ('dynamic', 15, dict(original_max_position_embeddings=8), [1, 0.25, 0.0625, 0.015625], 1),
     ('yarn', 15, dict(original_max_position_embeddings=500, mscale=0.7, mscale_all_dim=0.4),
