@@ -493,7 +493,6 @@ class MultiTokenPrediction(nn.Module):
         (arXiv:2412.19437, equation 24), so that a batch may be split."""
         later = F.pad(targets[:, 1:], (0, 1), value=-1)
         context.routing = None
-        context.handed.pop(model.config.n_layer - 1, None)  # the block has the number of the last layer
         mean, _ = model.loss(self(x, x0, context), later)
         return mean * (later >= 0).sum() / (targets >= 0).sum().clamp(min=1)
 

@@ -4,7 +4,7 @@ later part, its docstring is enough to read on.
 
     I    the decoder, a whole Qwen3: settings, linear layers, norm, rotation, attention, MLP, block, GPT
     II   cache, masks, attention kernels
-    III  variants: positions, rotary scalings, norm placements
+    III  variants: activations, rotary scalings, positions, norm placements
     IV   validation and accounting
 
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
@@ -266,7 +266,7 @@ class Embedding(nn.Embedding):
         return F.linear(x, self.weight)
 
     def reset_parameters(self):
-        if not self.weight.is_meta:  # on meta, normal_ imports the compiler: seconds
+        if not self.weight.is_meta:  # on meta, normal_ would import the compiler, which takes seconds
             super().reset_parameters()
 
 
@@ -315,13 +315,13 @@ def rope_table(kind, position_ids, length):
         options = dict(scaling)
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[:, None, :, None] * freq
-    # one tensor, or a compiled step computes the angles again in each layer
+    # joined, because a compiled step would otherwise compute the angles again in each layer
     return torch.cat((angle.cos() * factor, angle.sin() * factor), dim=1).split(1, dim=1)
 
 
 def rotate(x, rope):
-    """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin), or not if None. Pair i is
-    (x[i], x[i + pairs]), as in Llama; GPT-J's adjacent pairs are permuted when a checkpoint is loaded."""
+    """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin); rope None returns x. Pair i
+    is (x[i], x[i + pairs]), as in Llama; GPT-J's adjacent pairs are permuted when a checkpoint is loaded."""
     if rope is None:
         return x
     cos, sin = rope
@@ -338,9 +338,9 @@ class Mixer(nn.Module):
     """What mixes the tokens of a row: attention, Gated DeltaNet, or a layer of yours. ForwardContext in part
     II has the contract. forward(x, context): x (B, T, C) -> (B, T, C)."""
 
-    slots = states = ()                       # what it caches per token, per row
-    mask_kind = rope_kind = window = None     # its mask, rotation, tokens in its cache
-    documents = can_slide = False             # it keeps documents apart; it can have a window
+    slots = states = ()                       # what the cache keeps per token, per row
+    mask_kind = rope_kind = window = None     # which mask, which rotation, how many tokens in the cache
+    documents = can_slide = False             # whether it keeps documents apart, can have a window
 
     @classmethod
     def defaults(cls, config):
@@ -362,7 +362,7 @@ class Mixer(nn.Module):
 
 
 class BaseAttention(Mixer):
-    """What all kinds of attention share. A subclass sets scale and head_widths: of a head's key and value."""
+    """What all kinds of attention share. A subclass sets scale, and head_widths of a head's key and value."""
 
     documents = can_slide = True
 
@@ -380,7 +380,7 @@ class BaseAttention(Mixer):
 
     @property
     def mask_kind(self):
-        """Its key in context.masks."""
+        """Its key in context.masks: the arguments of make_mask."""
         return self.window, self.has_alibi, self.reach
 
     def attend(self, q, k, v, context):
@@ -413,7 +413,7 @@ class Attention(BaseAttention):
         self.slots = [(K, D), (K, D)]  # the cache keeps a key and a value per token
 
     def projections(self, config):
-        """Widths and names in c_attn."""
+        """Widths and names of the projections in c_attn."""
         keys = config.n_kv_head * config.head_dim
         return (config.n_head * config.head_dim, keys, keys), 'q k v'
 
@@ -439,35 +439,8 @@ MIXERS = {  # letter in mixer_pattern: class; mixers.py enters others
 
 # MLP and block ----------------------------------------------------------------------------------------------
 
-def gated(act):
-    """An entry of ACTIVATIONS: act(gate) * up, arXiv:2002.05202."""
-    return lambda gate, up: act(gate) * up, True
-
-
-gelu_tanh = functools.partial(F.gelu, approximate='tanh')
-ACTIVATIONS = {
-    # name: (function, or class of a module made with the config; whether its arguments are gate and up)
-    'swiglu': gated(F.silu),
-    'geglu': gated(F.gelu),
-    'geglu_tanh': gated(gelu_tanh),  # Gemma
-    'reglu': gated(F.relu),
-    'glu': gated(torch.sigmoid),
-    'gelu': (F.gelu, False),  # exact, by erf
-    'gelu_tanh': (gelu_tanh, False),  # OpenAI's GPT-2
-    'relu': (F.relu, False),
-    'relu2': (lambda x: F.relu(x).square(), False),  # Primer, arXiv:2109.08668
-    'silu': (F.silu, False),
-}
-
-
-def activation(config):
-    """-> (activation, number of its arguments)"""
-    act, is_gated = ACTIVATIONS[config.mlp]
-    return act(config) if isinstance(act, type) else act, 2 if is_gated else 1
-
-
 class MLP(nn.Module):
-    """x (..., C) -> (..., C): down(act(up(x))), or if gated down(act(gate(x), up(x)))."""
+    """x (..., C) -> (..., C): down(act(up(x))), or if gated, as swiglu is, down(act(gate(x), up(x)))."""
 
     def __init__(self, config, width):
         super().__init__()
@@ -540,12 +513,14 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T, vocab_size) float32, or with targets (B, T) -> (loss, aux).
 
-        loss: mean cross entropy of targets that are not negative. aux is not part of it: with experts
-        'balance' and 'z' (0-d, means over layers) and 'load' (layers, experts), how often each was chosen;
-        with mtp, in training, 'mtp' (0-d); with keep, 'logits'. keep: only the logits of each row's last
-        `keep` tokens. cache: idx continues its rows and is appended. lengths (B,): tokens of each row, which
-        padding follows. weights: a list that collects each attention layer's weights (B, H, T, S). Raises
-        ValueError if the tokens exceed block_size or the cache."""
+        loss     mean cross entropy over the targets that are not negative
+        aux      what is not in the loss: 'balance' and 'z' (0-d, means over layers) and 'load' (layers,
+                 experts: how often each was chosen) with experts; 'mtp' (0-d) in training; 'logits' with keep
+        cache    idx continues the rows of this cache and is appended to it
+        keep     returns the logits of only the last `keep` tokens of each row
+        lengths  (B,), the number of tokens in each row of idx; padding follows them
+        weights  a list, to which the attention layers append their weights (B, H, T, S)
+        Raises ValueError if the tokens exceed block_size or the cache."""
         T = idx.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
@@ -575,12 +550,12 @@ class GPT(nn.Module):
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:
-            # padding may exceed the table
+            # clamp: positions of padding may exceed the table
             x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
-        # float16 could overflow: there the residual stream stays float32
+        # with float16, which could overflow, the residual stream stays float32
         x = x.bfloat16() if context.dtype is torch.bfloat16 else x
         return F.dropout(x, config.dropout, self.training)
 
@@ -1107,6 +1082,35 @@ def cross_entropy(logits, targets):
 
 
 # III. variants ==============================================================================================
+
+def gated(act):
+    """An entry of ACTIVATIONS: act(gate) * up, arXiv:2002.05202."""
+    return lambda gate, up: act(gate) * up, True
+
+
+gelu_tanh = functools.partial(F.gelu, approximate='tanh')
+ACTIVATIONS = {
+    # name: (function, or class of a module made with the config; whether its arguments are gate and up)
+    'swiglu': gated(F.silu),
+    'geglu': gated(F.gelu),
+    'geglu_tanh': gated(gelu_tanh),  # Gemma
+    'reglu': gated(F.relu),
+    'glu': gated(torch.sigmoid),
+    'gelu': (F.gelu, False),  # exact, by erf
+    'gelu_tanh': (gelu_tanh, False),  # OpenAI's GPT-2
+    'relu': (F.relu, False),
+    'relu2': (lambda x: F.relu(x).square(), False),  # Primer, arXiv:2109.08668
+    'silu': (F.silu, False),
+}
+
+
+def activation(config):
+    """-> (activation, number of its arguments)"""
+    act, is_gated = ACTIVATIONS[config.mlp]
+    return act(config) if isinstance(act, type) else act, 2 if is_gated else 1
+
+
+# rotary scalings, positions ---------------------------------------------------------------------------------
 
 def yarn_mscale(factor, weight):
     """How much YaRN sharpens attention in a context that is factor times longer."""
