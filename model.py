@@ -78,7 +78,7 @@ class GPTConfig:
                                      # 'SL'), C: only the current chunk of `window` tokens (Llama 4),
                                      # G: S plus global tokens (arXiv:2004.05150)
     window_global: int = 1           # first tokens that G layers see [if 'G' in (window_pattern or '')]
-    local: dict | None = None        # values in S, C and G layers of fields in LOCAL [if window_pattern]
+    local: dict | None = None        # {'rope_base': 1e4, ...} for S, C and G layers [if window_pattern]
     # variants of attention
     attn_scale: float | None = None  # scale of the scores; None: 1 / sqrt(width of a head)
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0: off
