@@ -54,7 +54,10 @@ class VariantAttention(Attention):
     def forward(self, x, context):
         q, k, *others = self.c_attn(x)
         v, *gate = [k, *others] if self.config.k_eq_v else others
-        q, k, v = self.by_head(q, k, v, context.ropes[self.rope_kind])
+        rope = context.ropes[self.rope_kind]
+        q = self.rotated(q, self.q_norm, rope)
+        k = self.rotated(k, self.k_norm, rope)
+        v = self.v_norm(self.by_head(v))
         if context.cache is not None:
             k, v = context.cache.append(self, context, k, v)
         y = self.attend(q, k, v, context).transpose(1, 2)  # (B, T, H, D)
@@ -62,25 +65,21 @@ class VariantAttention(Attention):
             y = y * gate[0].unflatten(-1, (self.n_head, -1)).sigmoid()
         return self.c_proj(y.flatten(2))
 
-    def by_head(self, q, k, v, rope):
-        """(B, T, heads D) -> (B, heads, T, D), normalised and rotated"""
+    def rotated(self, y, norm, rope):
+        """Queries or keys (B, T, heads D) -> (B, heads, T, D), normalised and rotated"""
         kind = self.config.qk_norm
-        D = self.head_widths[0]
         if kind == 'whole':
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+            y = norm(y)
         if kind is True:
-            q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)
-            k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
+            y = norm(y.unflatten(-1, (-1, self.head_widths[0]))).flatten(2)
+        y = rotate(self.by_head(y), rope)
+        return norm(y) if kind in ('rotated', 'unit') else y
+
+    def by_head(self, y):
+        """(B, T, heads D) -> (B, heads, T, D), clipped"""
         if clip := self.config.clip_qkv:
-            q, k, v = (y.clamp(-clip, clip) for y in (q, k, v))
-        q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))
-        q = rotate(q, rope)
-        k = rotate(k, rope)
-        if kind in ('rotated', 'unit'):
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        return q, k, self.v_norm(v)
+            y = y.clamp(-clip, clip)
+        return y.unflatten(-1, (-1, self.head_widths[0])).transpose(1, 2)
 
 
 class LatentAttention(BaseAttention):
