@@ -1,16 +1,16 @@
-"""From text to tokens: writes data/<name>/train.bin, val.bin and meta.json, which train.py reads.
+"""Turns text into tokens: writes data/<name>/train.bin, val.bin and meta.json, which train.py reads.
 
     $ python prepare.py                               # Python's library: data/pystdlib_bpe4096
     $ python prepare.py shakespeare --tokenizer=char  # data/shakespeare_char
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
-    $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
-    $ python prepare.py tales.jsonl.gz --field=story  # a document for each record; .json, .csv, .parquet too
+    $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: one document per file
+    $ python prepare.py tales.jsonl.gz --field=story  # one document per record; also .json, .csv, .parquet
     $ zcat *.gz | python prepare.py -
-    $ python prepare.py climbmix --tokenizer=gpt2     # text of the web, 10 files; fineweb_edu: tokens
-    $ python prepare.py chats.jsonl                   # conversations: with target masks
+    $ python prepare.py climbmix --tokenizer=gpt2     # web text, 10 files; fineweb_edu: web text as tokens
+    $ python prepare.py chats.jsonl                   # conversations, with masks of what to learn
     $ python prepare.py look data/chats               # shows a prepared folder
 
-A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits, else uint32.
+A .bin file holds only tokens, in little-endian uint16 if the vocabulary fits, else in uint32.
 """
 import ast
 import collections
@@ -33,30 +33,30 @@ import sys
 import sysconfig
 import tempfile
 import time
-import typing
 from pathlib import Path
 
 from configurator import check_effects, check_values, configure, print0, reading
 
 # A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
-# the field of JSON, CSV, parquet with a record's text or messages
+# name of the field that has a record's text or messages
 field = 'text'             # [if source not in SOURCES]
-# Bytes that are not UTF-8: strict stops there, replace puts U+FFFD, ignore leaves them out. ignore also
-# leaves out conversations that the chat template rejects.
+# Invalid UTF-8: strict stops, replace writes U+FFFD, ignore omits it. ignore also omits conversations that
+# the chat template rejects.
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
-# byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, another
-# dataset's or a run's; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
+# byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), or a folder: a run, prepared
+# data, or one with tokenizer.json. None: the source's; for conversations data/pystdlib_bpe4096, else byte
 tokenizer: str | None = None
-special_tokens = 'text'    # what those inside records become [in ('text', 'tokens', 'refuse')]
+# how to encode special tokens that occur inside records
+special_tokens = 'text'    # [in ('text', 'tokens')]
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
-overwrite = False          # replaces data of another source in out
-# for validation: each 10th document, or the end of one text; at most 10M characters or 10,000 conversations
+overwrite = False          # replace data of another source in out
+# validation: every 10th document, or the end of a single text; at most 10M characters or 10,000 conversations
 val_fraction = 0.1         # [> 0] [<= 0.5]
-block_size = 256           # of the slots that conversations are packed into; as train.py's [>= 2]
-# files of a source that has many (fineweb, fineweb_edu: to train on)
+block_size = 256           # tokens per slot of conversations; must equal train.py's [>= 2]
+# number of files to download from a source that has many
 shards = 10                # [>= 1] [if source in SOURCES]
-procs: int | None = None   # processes that encode; None: one for each core [>= 1]
+procs: int | None = None   # processes that encode; None: one per core [>= 1]
 settings = configure(globals(), words=2, texts=True)
 
 import numpy as np
@@ -74,69 +74,62 @@ from tokenizer import (
 )
 
 SPLITS = 'train', 'val'
-FIRST_RUN = 'data/pystdlib_bpe4096'  # what `python prepare.py` makes
-# about the 200 batches of 12 x 1,024 tokens that nanoGPT's evaluation reads
+FIRST_RUN = 'data/pystdlib_bpe4096'  # made by `python prepare.py`
+# as much as nanoGPT's evaluation reads
 VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
 cleanup = contextlib.ExitStack()  # removes temporary files
-MAIN = os.getpid()  # the process that may do so
 
 
 # files as documents -----------------------------------------------------------------------------------------
 # A document is an iterable of blocks of text, or a Conversation.
 
 def unpacked(path):
-    """'a.jsonl' for a.jsonl and for a.jsonl.gz"""
+    """'a.jsonl' for a.jsonl.gz"""
     return path[:-3] if path.lower().endswith('.gz') else path
 
 
 def ending(path):
-    """'.jsonl' of a.jsonl and of a.jsonl.gz."""
+    """'.jsonl' for a.jsonl.gz"""
     return Path(unpacked(path)).suffix.lower()
 
 
 @contextlib.contextmanager
 def open_text(path, errors):
-    """The file's text, unpacked. Raises ValueError if it is not UTF-8."""
+    """Opens a text file, perhaps a .gz. Raises ValueError if it is not UTF-8."""
     opened = open if path == unpacked(path) else gzip.open
     with opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='') as f:
         try:
             yield f
         except UnicodeDecodeError as e:
-            raise ValueError(f'{path} is not UTF-8 text: convert it, leave it out, or use --errors=replace, '
-                             'which writes U+FFFD there') from e
+            raise ValueError(f'{path} is not UTF-8 text: convert it, remove it, or use --errors=replace, '
+                             'which writes U+FFFD for invalid bytes') from e
 
 
 def read_text(path, errors):
-    """The file's text in blocks."""
+    """The text of a file in blocks."""
     with open_text(path, errors) as f:
         yield from iter(functools.partial(f.read, 1 << 20), '')
 
 
 def text_documents(path, errors):
-    """A text file is one document; with <|endoftext|> in its first 16 MB, one for each part."""
+    """One document, or several if the first 16 MB contain <|endoftext|>."""
     blocks = read_text(path, errors)
     head = [*itertools.islice(blocks, 16)]
     blocks = itertools.chain(head, blocks)
-    if EOT not in ''.join(head):
-        if head:
-            yield blocks
-        return
-    text = ''
-    for block in itertools.chain(blocks, [EOT]):
-        *ended, text = (text + block).split(EOT)
-        yield from ([part.strip()] for part in ended if part.strip())
+    if EOT in ''.join(head):
+        text = ''
+        for block in itertools.chain(blocks, [EOT]):
+            *ended, text = (text + block).split(EOT)
+            yield from ([part.strip()] for part in ended if part.strip())
+    elif head:
+        yield blocks
 
 
 def json_records(path, errors):
-    """The records of JSON lines, or of an array in a .json file."""
+    """The records of a JSON Lines file."""
     with open_text(path, errors) as f:
-        is_array = ending(path) == '.json' and f.read(99).lstrip().startswith('[')
-        f.seek(0)
-        if is_array:
-            yield from json.load(f)
-            return
         for n, line in enumerate(f, 1):
             if line.strip():
                 with reading(f'{path}, line {n}'):
@@ -144,8 +137,14 @@ def json_records(path, errors):
                 yield record
 
 
+def array_records(path, errors):
+    """The records of a JSON array."""
+    with open_text(path, errors) as f:
+        yield from json.load(f)
+
+
 def csv_records(path, errors, delimiter=','):
-    """The records of comma-separated values below a line with the fields' names."""
+    """The records of a CSV file with a header."""
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
         yield from csv.DictReader(f, delimiter=delimiter, strict=True)
@@ -158,108 +157,97 @@ def parquet_records(path, errors):
         yield from batch.to_pylist()
 
 
-# By ending: functions of a path and errors, which yield records, {field: value}
-FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_records, '.csv': csv_records,
-           '.tsv': functools.partial(csv_records, delimiter='\t'),
-           '.parquet': parquet_records}
+# By ending: functions of a path and errors that yield records, {field: value}
+FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': array_records, '.csv': csv_records,
+           '.tsv': functools.partial(csv_records, delimiter='\t'), '.parquet': parquet_records}
 
 
 def format_of(path):
-    """The function of FORMATS that reads this file; None for text, also for .json that begins like neither an
-    array of objects nor JSON lines."""
-    if ending(path) == '.json':
-        with open_text(path, 'replace') as f:
-            if not re.match(r'\s*(\[\s*(\[\s*)?{|{\s*")', f.read(999)):
-                return None
-    return FORMATS.get(ending(path))
+    """The function that reads the file; None for text. A .json file may be an array, JSON Lines or text."""
+    if ending(path) != '.json':
+        return FORMATS.get(ending(path))
+    with open_text(path, 'replace') as f:
+        match = re.match(r'\s*((\[)\s*(\[\s*)?{|{\s*")', f.read(999))
+    return match and (array_records if match[2] else json_records)
 
 
 def file_documents(paths, field='text', errors='strict'):
-    """A document for each record's text in this field, or a Conversation; text_documents of others. Empty
-    ones are left out."""
+    """The files' documents, without empty ones."""
     for path in paths:
-        records = format_of(path)
-        if not records:
+        if records := format_of(path):
+            for n, record in enumerate(records(path, errors), 1):
+                document = read_record(f'{path}, record {n}', record, field)
+                if document != ['']:
+                    yield document
+        else:
             yield from text_documents(path, errors)
-            continue
-        for n, record in enumerate(records(path, errors), 1):
-            document = read_record(f'{path}, record {n}', record, field)
-            if document != ['']:
-                yield document
 
 
 # conversations ----------------------------------------------------------------------------------------------
 
 # messages: [{'role': 'user', 'content': text, perhaps more}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
-NAMES = {  # a dataset's name of a field -> read_record's name
+NAMES = {  # a dataset's name of a field -> our name
     'conversations': 'messages', 'prompt': 'question', 'instruction': 'question', 'input': 'more',
     'context': 'more', 'output': 'answer', 'response': 'answer', 'completion': 'answer',
     'system_prompt': 'system', 'from': 'role', 'value': 'content'}
-USED = {'messages', 'question', 'more', 'answer', 'system', 'tools', 'history', 'text'}
 SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'developer': 'system'}
 ROLES = 'system', 'user', 'assistant', 'tool'
-LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # 0 or false: no target
+LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # 0 or false: do not learn it
 
 
 def read_record(place, record, field='text'):
-    """A record's document: [its text], or a Conversation if it has messages, or a question and an answer.
-    Raises ValueError if it has neither."""
-    if isinstance(record, list):  # nanochat's
+    """[The record's text] or a Conversation. Raises ValueError if there is neither."""
+    if isinstance(record, list):  # nanochat's format
         record = {'messages': record}
-    asked = record.get(field)
-    if isinstance(asked, str) and field not in ('messages', 'conversations'):
-        return [without_surrogates(asked)]
-    read = renamed({field: asked} | record, NAMES | {field: 'messages'})
-    messages = from_json(read.get('messages'))
-    if not messages and 'answer' in read:
-        question = '\n\n'.join(filter(None, [read.get('question'), read.get('more')]))
-        messages = make_messages(*(read.get('history') or []), (question, read['answer']))
-    if not isinstance(messages, list) or not messages or asked is None and field != 'text':
+    value = record.get(field)
+    if isinstance(value, str) and field not in ('messages', 'conversations'):
+        return [without_surrogates(value)]
+    named = renamed(record)
+    messages = from_json(value or named.get('messages'))
+    if not messages and 'answer' in named:
+        question = '\n\n'.join(filter(None, [named.get('question'), named.get('more')]))
+        messages = make_messages(*(named.get('history') or []), (question, named['answer']))
+    if not messages or not isinstance(messages, list) or value is None and field != 'text':
         raise ValueError(f'{place}: no text in field {field!r} and no messages in {record!r:.200}: correct '
                          'the record, or choose another field by --field')
-    if read.get('system'):
-        messages = [{'role': 'system', 'content': read['system']}, *messages]
+    if named.get('system'):
+        messages = [{'role': 'system', 'content': named['system']}, *messages]
     messages = [read_message(place, message) for message in messages]
-    tools = from_json(read.get('tools') or messages[0].pop('tools', None))  # MiniMind's are in a message
-    if unused := [name for name in read.keys() - USED if isinstance(read[name], (str, list, dict))]:
-        print_once(f"warning: fields of conversations that are not used: {', '.join(sorted(unused))}")
+    tools = from_json(named.get('tools') or messages[0].pop('tools', None))  # MiniMind: in the message
     return Conversation(place, messages, tools or None)
 
 
 def read_message(place, message):
-    """A message as chat templates read it, 'learn' False if it is not to be learned. Raises ValueError if it
-    lacks role or content."""
-    read = renamed(message, NAMES)
-    role = read.get('role')
-    read['role'] = SPEAKERS.get(role, role)
-    calls = from_json(read.get('tool_calls', []))
-    for call in calls:
-        function = call.get('function', call)
-        function['arguments'] = from_json(function.get('arguments'))
-    if calls:
-        read['tool_calls'] = calls
-    if calls or read.keys() & {*THOUGHTS}:
-        read.setdefault('content', '')
-    if read['role'] not in ROLES or not isinstance(read.get('content'), str):
+    """A message as chat templates expect it. Raises ValueError if it lacks a role or content."""
+    message = renamed(message)
+    message['role'] = SPEAKERS.get(message.get('role'), message.get('role'))
+    if calls := from_json(message.get('tool_calls')):
+        for call in calls:
+            function = call.get('function', call)
+            function['arguments'] = from_json(function.get('arguments'))
+        message['tool_calls'] = calls
+    if calls or message.keys() & {*THOUGHTS}:
+        message.setdefault('content', '')
+    if message['role'] not in ROLES or not isinstance(message.get('content'), str):
         raise ValueError(f'{place}: {message!r:.80} needs a role, one of {", ".join(ROLES)}, and text as its '
                          'content')
-    if any(name in read and not read[name] for name in LEARNED):
-        read['learn'] = False
-    return json_value(read)
+    if any(name in message and not message[name] for name in LEARNED):
+        message['learn'] = False
+    return json_value(message)
 
 
-def renamed(record, names):
-    """The record without nulls and with its fields renamed; the first counts if several get the same name."""
-    read = {}
+def renamed(record):
+    """The record without nulls and with our names. The first field of a name counts."""
+    result = {}
     for key, value in record.items():
         if value is not None:
-            read.setdefault(names.get(key, key), value)
-    return read
+            result.setdefault(NAMES.get(key, key), value)
+    return result
 
 
 def from_json(value):
-    """A value without nulls, decoded if it is a JSON text."""
+    """A JSON value, perhaps given as text, without nulls."""
     return json_value(json.loads(value) if value and isinstance(value, str) else value)
 
 
@@ -277,16 +265,14 @@ def contents(conversation):
 # conversations about Python's library -----------------------------------------------------------------------
 
 LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
-# Modules that are not everywhere, or of no interest
+# modules that some systems lack, or nobody asks about
 NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
              'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
 ANSWER = 120  # characters of the longest answer
-WORDINGS = {
-    ast.Module: ('What is the module {} for?', 'Explain the module {}.', 'What is {}?'),
-    ast.ClassDef: ('What is {}?', 'Explain {}.', 'What is {} for?'),
-    ast.FunctionDef: ('What does {} do?', 'Explain {}.', 'What is {} for?'),
-    ast.AsyncFunctionDef: ('What does {} do?', 'Explain {}.', 'What is {} for?'),
-}
+FUNCTION = 'What does {} do?', 'Explain {}.', 'What is {} for?'
+WORDINGS = {ast.Module: ('What is the module {} for?', 'Explain the module {}.', 'What is {}?'),
+            ast.ClassDef: ('What is {}?', 'Explain {}.', 'What is {} for?'),
+            ast.FunctionDef: FUNCTION, ast.AsyncFunctionDef: FUNCTION}
 
 
 def library_files():
@@ -295,19 +281,15 @@ def library_files():
     for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
         folders[:] = set(folders) - LEFT_OUT
         files += [os.path.join(folder, name) for name in names if name.endswith('.py')
-                  and not name.startswith('_sysconfigdata')]  # this machine's compiler flags
-    return sort_files(files)
-
-
-def sort_files(files):
-    """Files in an order that is the same on every system."""
-    return sorted(files, key=lambda path: path.split(os.sep))
+                  and not name.startswith('_sysconfigdata')]  # specific to this machine
+    return sorted(files, key=Path)  # the same order on every system
 
 
 def library_docs():
-    """(name, WORDINGS, docstring, arguments) of the library's modules, classes and functions."""
+    """(name, wordings, docstring, arguments) of the library's modules, classes and functions."""
+    stdlib = sysconfig.get_path('stdlib')
     for path in map(Path, library_files()):
-        parts = path.with_suffix('').relative_to(sysconfig.get_path('stdlib')).parts
+        parts = path.with_suffix('').relative_to(stdlib).parts
         if not NOT_ASKED.intersection(parts):
             module = '.'.join(parts).removesuffix('.__init__').replace('posixpath', 'os.path')
             tree = ast.parse(path.read_bytes())
@@ -319,7 +301,7 @@ def library_docs():
 
 
 def summary_of(doc):
-    """A docstring's first sentence; None unless it is short and has words."""
+    """A docstring's first sentence; None if that is too long."""
     for paragraph in re.split(r'\n\s*\n', doc or ''):
         text = ' '.join(paragraph.split())
         if not re.match(r'[\w.]+\(', text):  # not a signature
@@ -329,45 +311,37 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about one to three functions, classes or modules, each asked about in two wordings, so
-    that train has the answers to most questions of val."""
-    asked = []
+    """Conversations about one to three functions, classes or modules. Each is in two questions, so that
+    training has the answers to most validation questions."""
+    talks = []
     order = random.Random(0)
     for n, (name, wordings, doc, arguments) in enumerate(library_docs()):
         summary = summary_of(doc)
         if summary and not re.search(r'\b_|-', name):
             first, *others = [wording.format(name) for wording in wordings]
-            asked += [[(first, summary)], [(others[n % 2], summary)]]
+            talks += [[(first, summary)], [(others[n % 2], summary)]]
             if 0 < len(arguments) < ANSWER // 2:
-                takes = f'{name}({arguments})'
-                asked[-2] += [('What arguments does it take?', takes)] * (n % 3 == 0)
-                asked.append([(f'What arguments does {name} take?', takes)])
-    order.shuffle(asked)
-    asked = iter(asked)
-    while turns := [turn for turns in itertools.islice(asked, order.randint(1, 3)) for turn in turns]:
-        yield Conversation('pydoc_chat', make_messages(*turns))
+                call = f'{name}({arguments})'
+                talks[-2] += [('What arguments does it take?', call)] * (n % 3 == 0)
+                talks.append([(f'What arguments does {name} take?', call)])
+    order.shuffle(talks)
+    talks = iter(talks)
+    while group := [*itertools.islice(talks, order.randint(1, 3))]:
+        yield Conversation('pydoc_chat', make_messages(*itertools.chain(*group)))
 
 
 # sources ----------------------------------------------------------------------------------------------------
 
-class Source(typing.NamedTuple):
-    """Where text comes from.
-
-    documents() -> the documents, anew for each pass: def documents(): yield ['a text']; yield ['another']
-    An empty one counts when every n-th is held out for validation, so leave it out.
-    chats: they are Conversations. shards: addresses of files of tokens instead, the first for validation.
-    tokenizer: the default; None: byte, for conversations FIRST_RUN's.
-    """
-    name: str  # of the dataset
-    label: str  # the source in meta.json
-    documents: typing.Callable | None = None
-    chats: bool = False
-    shards: list | None = None
-    tokenizer: str | None = None
+# documents: a function of no arguments that yields documents, but no empty ones
+# chats: whether they are Conversations
+# shards: instead of documents, URLs of files of tokens, the first for validation
+# tokenizer: the default
+Source = collections.namedtuple('Source', 'name label documents chats shards tokenizer',
+                                defaults=[None, False, None, None])
 
 
 def fetch(url, folder):
-    """Downloads a file to the folder, unless it is there -> its path. Raises OSError if it cannot."""
+    """Downloads a file, unless it is in the folder -> its path. Raises OSError."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
@@ -390,21 +364,14 @@ MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
 
 
 def download(name, url, most=1, **options):
-    """The Source of files, downloaded to data/<name>. url: {}: the numbers of `most` files."""
+    """A Source of up to `most` files. {} in the url stands for a file's number."""
     def documents():
         urls = map(url.format, range(min(shards, most)))
         return file_documents([fetch(url, f'data/{name}') for url in urls], errors=errors)
     return Source(name, name, documents, **options)
 
 
-def fineweb(name, prefix, most):
-    """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M, the first for val."""
-    names = ['val_000000', *[f'train_{i + 1:06d}' for i in range(min(shards, most))]]
-    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{prefix}_{part}.bin' for part in names]
-    return Source(name, name, shards=urls, tokenizer='gpt2')
-
-
-SOURCES = {source.name: source for source in (  # only documents() and fetch_shards download
+SOURCES = {source.name: source for source in (
     Source('pystdlib', f'pystdlib {platform.python_version()}',
            lambda: file_documents(library_files(), errors='replace'), tokenizer='bpe:4096'),
     download('shakespeare',
@@ -415,10 +382,9 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
              tokenizer='gpt2'),
     download('climbmix',  # nanochat's
              f'{HUB}/karpathy/climbmix-400b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    download('fineweb_edu_text',
-             f'{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    fineweb('fineweb', 'fineweb', 103),
-    fineweb('fineweb_edu', 'finewebedu', 99),
+    Source('fineweb_edu', 'fineweb_edu', tokenizer='gpt2', shards=[  # 100M tokens each, by Keller Jordan
+        f'{HUB}/kjj0/finewebedu10B-gpt2/resolve/main/finewebedu_{part}.bin'
+        for part in ('val_000000', *[f'train_{n:06d}' for n in range(1, min(shards, 99) + 1)])]),
     download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl'),
     download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True),
     download('smol_smoltalk',
@@ -429,28 +395,27 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
 
 
 def find_source(source):
-    """The Source of this name, file, folder (without hidden files), glob, or standard input."""
+    """The Source of this name, file, folder (without hidden files) or glob; -: standard input."""
     if source in SOURCES:
         return SOURCES[source]
-    path = os.path.expanduser(source)  # of a quoted glob
-    if source == '-':  # read twice, so copied to a file; .json may be text
+    path = os.path.expanduser(source)  # a shell leaves ~ in a quoted glob
+    if source == '-':  # documents are read twice; .json may also be text
         path = os.path.join(cleanup.enter_context(tempfile.TemporaryDirectory()), 'stdin.json')
         with open(path, 'wb') as f:
             shutil.copyfileobj(sys.stdin.buffer, f)
     if os.path.isfile(path):
         name = Path(unpacked(path)).stem
         paths = [path]
-    else:  # a folder or glob, named after its last folder without wildcards
+    else:  # named after the last folder without wildcards
         pattern = os.path.join(glob.escape(path), '**', '*') if os.path.isdir(path) else path
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
-        found = filter(os.path.isfile, glob.glob(pattern, recursive=True))
-        paths = sort_files({*map(os.path.realpath, found)})  # a link may lead to its own folder
+        files = filter(os.path.isfile, glob.glob(pattern, recursive=True))
+        paths = sorted({*map(os.path.realpath, files)}, key=Path)  # a link may lead to its own folder
     if not paths:
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
     documents = functools.partial(file_documents, paths, field, errors)
-    chats = any(map(format_of, paths)) and isinstance(next(documents(), None), Conversation)
-    return Source(name, source, documents, chats)
+    return Source(name, source, documents, isinstance(next(documents(), None), Conversation))
 
 
 # names and folders ------------------------------------------------------------------------------------------
@@ -472,27 +437,26 @@ def output_folder(out, source, tokenizer):
 # which text is for what -------------------------------------------------------------------------------------
 
 def characters_to_train_on(source, fraction):
-    """How many of each document's first characters are for training; None: conversations.
+    """How many characters at the beginning of each document are for training; None for conversations.
 
-    Every n-th document, n = 1 / fraction, is for val until val has its fraction of all; of a single text the
-    end, as in nanoGPT. The fraction is lowered until val has at most VAL_CHARACTERS.
+    Every n-th document, n = 1 / fraction, is for validation, up to this fraction of all text and up to
+    VAL_CHARACTERS. Of a single text the end is for validation, as in nanoGPT.
     """
     if source.chats:
         return None
-    lengths = [sum(map(len, document)) for document in source.documents()]
-    fraction = min(fraction, VAL_CHARACTERS / max(1, sum(lengths)))
-    room = sum(lengths) - int(sum(lengths) * (1 - fraction))  # for val
-    first = min(1, len(lengths) - 1)
-    n_train = lengths.copy()
-    for n in range(first, len(lengths), round(1 / fraction)):
-        n_val = min(lengths[n], room)
+    n_train = [sum(map(len, document)) for document in source.documents()]
+    total = sum(n_train)
+    fraction = min(fraction, VAL_CHARACTERS / max(1, total))
+    room = total - int(total * (1 - fraction))  # for validation
+    for n in range(len(n_train) > 1, len(n_train), round(1 / fraction)):
+        n_val = min(n_train[n], room)
         n_train[n] -= n_val
         room -= n_val
     return n_train
 
 
 def split_texts(source, fraction, n_train):
-    """(split, document or a part of it, whether it is one of several)."""
+    """Yields (split, document or part of it, whether there are several)."""
     for n, document in enumerate(source.documents()):
         if source.chats:
             is_val = n % round(1 / fraction) == 1 and n * fraction < VAL_CHATS
@@ -503,7 +467,7 @@ def split_texts(source, fraction, n_train):
 
 
 def cut_in_two(blocks, n_train):
-    """(split, block): the first n_train characters are train's."""
+    """Yields (split, block): the first n_train characters are for training."""
     for block in blocks:
         if n_train:
             yield 'train', block[:n_train]
@@ -514,48 +478,43 @@ def cut_in_two(blocks, n_train):
 
 # encoding ---------------------------------------------------------------------------------------------------
 
-def items_to_encode(texts, can_cut):
-    """(split, piece of a text or Conversation, whether it begins a text, whether it ends one of several)."""
-    for split, document, several in texts:
-        if isinstance(document, Conversation):
-            yield split, document, True, True
-            continue
-        for n, (text, last) in enumerate(pieces(document, can_cut)):
+def pieces_of_texts(texts, can_cut):
+    """Yields (split, piece of a text, whether it needs a bos, whether it needs an eot)."""
+    for split, blocks, several in texts:
+        for n, (text, last) in enumerate(pieces(blocks, can_cut)):
             yield split, text, n == 0, last and several
 
 
-def encode(tok, special_tokens, errors, item):
-    """(split, text or Conversation, begins, ends) -> (split, ids, mask or None, bytes that are learned).
-    special_tokens: their texts become ids, and count no bytes, if 'tokens'. errors: if 'ignore', a
-    conversation that the chat template rejects gives None."""
-    split, document, begins, ends = item
-    as_tokens = special_tokens == 'tokens'
-    if special_tokens == 'refuse' and (found := re.search(tok.special_pattern, str(document))):
-        raise ValueError(f"{found[0]!r} in {str(document)[:80]!r} is a special token: remove it, or use "
-                         '--special_tokens=text or --special_tokens=tokens')
-    if isinstance(document, Conversation):
-        try:
-            ids, mask = encode_conversation(
-                tok, document if as_tokens else Conversation(*tok.as_text([*document])))
-        except ValueError as e:
-            if errors == 'ignore':
-                return None
-            raise ValueError(f'{document.place}, {e}: correct the conversation, or leave out all such by '
-                             '--errors=ignore') from None
-        return split, ids, mask, int(tok.sizes[ids[mask == 1]].sum())
-    ids = (tok.encode_chat if as_tokens else tok.encode_array)(document)
-    # the text may have them already, as MiniMind 2's has
-    begins = begins and not {*ids[:1]} & {*tok.bos}
-    ends = ends and tok.eot not in ids[-1:]
-    parts = tok.bos if begins else (), ids, (tok.eot,) if ends else ()
-    ids = np.concatenate([np.asarray(part, dtype_of(tok.n_vocab)) for part in parts])
+def encode_piece(tok, special_tokens, piece):
+    """An item of pieces_of_texts -> (split, ids, no mask, bytes of text)."""
+    split, text, begins, ends = piece
+    ids = (tok.encode_chat if special_tokens == 'tokens' else tok.encode_array)(text)
+    parts = [ids]  # which may already contain bos and eot, as in the data of MiniMind 2
+    if begins and not {*ids[:1]} & {*tok.bos}:
+        parts.insert(0, tok.bos)
+    if ends and tok.eot not in ids[-1:]:
+        parts.append([tok.eot])
+    ids = np.concatenate(parts, dtype=dtype_of(tok.n_vocab), casting='unsafe')
     return split, ids, None, int(tok.sizes[ids].sum())
 
 
+def encode_chat(tok, special_tokens, errors, item):
+    """An item of split_texts -> (split, ids, mask, learned bytes), or None if it is ignored."""
+    split, chat, _ = item
+    try:
+        ids, mask = encode_conversation(
+            tok, chat if special_tokens == 'tokens' else Conversation(*tok.as_text([*chat])))
+    except ValueError as e:
+        if errors == 'ignore':
+            return None
+        raise ValueError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
+                         'by --errors=ignore') from None
+    return split, ids, mask, int(tok.sizes[ids[mask == 1]].sum())
+
+
 def encode_conversation(tok, conversation):
-    """(ids, mask), uint8, 1 for answers: from where the ids differ from the rendered prompt's to the first
-    stop token. Raises ValueError if the template shows no such place.
-    """
+    """(ids, mask). The uint8 mask is 1 for answers: from the first id that differs from the rendered prompt
+    to the next stop token. Raises ValueError if there is none."""
     _, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
@@ -566,7 +525,7 @@ def encode_conversation(tok, conversation):
         if message['role'] == 'assistant':
             prompt = tok.render(messages[:n], True, tools)
             shared = os.path.commonprefix([prompt, text])
-            # the prompt may set up thinking otherwise than the text
+            # the prompt may begin thoughts differently
             agrees = shared == prompt or shared.startswith(tok.render(messages[:n], False, tools))
             begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
             later = stops[stops >= max(begin, end)]
@@ -581,14 +540,14 @@ def encode_conversation(tok, conversation):
 def pack(encoded, block_size, eot, counts):
     """(split, ids, mask, n_bytes) of conversations -> the same in slots of block_size tokens.
 
-    Each begins with eot, which also fills slots; longer ones are cut. A split ends with one more token, since
-    a sequence's last target is the first token of the next slot.
+    eot begins conversations and fills slots. Longer conversations are cut. A split ends with one more token,
+    because the last target of a slot is the first token of the next.
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
     for split, ids, mask, n_bytes in encoded:
         counts['cut'] += len(ids) > room
-        mask[room::room] = 0  # after a cut the first token has no context
+        mask[room::room] = 0  # the first token after a cut has no context
         for begin in range(0, len(ids), room):
             piece = ids[begin:begin + room]
             n_eot = 1
@@ -596,8 +555,8 @@ def pack(encoded, block_size, eot, counts):
                 n_eot += left[split]
                 left[split] = block_size
             left[split] -= 1 + len(piece)
-            learned = np.concatenate([np.zeros(n_eot, np.uint8), mask[begin:begin + room]])
-            yield split, np.concatenate([np.repeat(eot, n_eot), piece]), learned, 0 if begin else n_bytes
+            yield (split, np.pad(piece, (n_eot, 0), constant_values=eot),
+                   np.pad(mask[begin:begin + room], (n_eot, 0)), 0 if begin else n_bytes)
     for split, n in left.items():
         yield split, np.repeat(eot, n + 1), np.zeros(n + 1, np.uint8), 0
 
@@ -609,20 +568,24 @@ def dtype_of(n_vocab):
 
 # writing ----------------------------------------------------------------------------------------------------
 
-# kind of tokenizer: the part of its state that has a file of its own, tokenizer.<kind>
+# kind of tokenizer -> the part of its state that has its own file, tokenizer.<kind>
 TABLES = {'tiktoken': 'ranks', 'json': 'source'}
 
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='text',
                   errors='strict'):
-    """Prepares a folder -> its meta. block_size: of conversations, else None."""
+    """Writes a prepared folder -> its meta. texts: from split_texts; block_size: only for conversations."""
     counts = collections.Counter()
     eot = tok.eot
-    work = functools.partial(encode, tok, special_tokens, errors)
-    encoded = filter(None, in_processes(procs, work, items_to_encode(texts, tok.can_cut)))
-    if block_size:  # an end of text that ends no message, if there is one
+    if block_size:
+        work = functools.partial(encode_chat, tok, special_tokens, errors)
+        encoded = filter(None, in_processes(procs, work, texts))
+        # if possible, one that does not end messages
         eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)
         encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
+    else:
+        work = functools.partial(encode_piece, tok, special_tokens)
+        encoded = in_processes(procs, work, pieces_of_texts(texts, tok.can_cut))
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with cleanup:
@@ -632,13 +595,13 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         folder.mkdir(exist_ok=True)
         for name in 'train.mask.bin', 'val.mask.bin', 'tokenizer.tiktoken':
             (folder / name).unlink(missing_ok=True)
-        for path in temp.iterdir():  # a training that reads the old files keeps them
+        for path in temp.iterdir():  # a run that reads the old files keeps them
             path.replace(folder / path.name)
     return meta
 
 
 def write_bins(folder, encoded, counts):
-    """Writes what `encode` yields to .bin and .mask.bin, and adds to counts."""
+    """Writes encoded items to .bin and .mask.bin, and adds to counts."""
     shown = time.time()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
@@ -648,20 +611,20 @@ def write_bins(folder, encoded, counts):
                 opened(f'{split}.mask.bin').write(mask)
             counts[f'{split}_tokens'] += len(ids)
             counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
-            counts[f'{split}_bytes'] += n_bytes  # of learned text, without end of text
+            counts[f'{split}_bytes'] += n_bytes  # of learned text
             if time.time() > shown + 10:
                 shown = time.time()
                 print(f"encoded: {counts['train_bytes'] / 1e6:,.0f} MB", flush=True)
     for split in SPLITS:
         if not counts[f'{split}_learnt']:
-            raise ValueError(f'{split} has no token to learn: it needs more text, or at least two '
-                             'conversations with messages of the role assistant that fit into --block_size')
-    # val loss / ln 2 / this = bits per byte
+            raise ValueError(f'{split} has no token to learn: add text, or conversations in which a message '
+                             'of the role assistant fits into --block_size')
+    # bits per byte = validation loss / ln 2 / this
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
 
 
 def write_meta(folder, tok, label, eot, counts):
-    """Writes meta.json and the tokenizer's table; returns the meta."""
+    """Writes meta.json and the tokenizer's table -> the meta."""
     state = tok.state()
     if key := TABLES.get(state['kind']):
         Path(folder, f'tokenizer.{state["kind"]}').write_bytes(state.pop(key).encode())
@@ -672,8 +635,8 @@ def write_meta(folder, tok, label, eot, counts):
 
 
 def fetch_shards(folder, source):
-    """Downloads a source's shards, GPT-2's tokens -> the folder's meta."""
-    tok = tiktoken_tokenizer('gpt2')  # before the long wait
+    """Downloads a source's shards of GPT-2 tokens -> the meta."""
+    tok = tiktoken_tokenizer('gpt2')  # before the long download
     val, *train = (read_shard(fetch(url, folder), '<u2') for url in source.shards)
     n_bytes = sum(int(tok.sizes[ids].sum()) for ids in np.array_split(val, 100))
     counts = {'train_tokens': sum(map(len, train)), 'val_tokens': len(val),
@@ -684,14 +647,14 @@ def fetch_shards(folder, source):
 # reading ----------------------------------------------------------------------------------------------------
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads plain data and refuses classes, by which a pickle could run code."""
+    """Reads plain data and rejects classes, with which a pickle could run code."""
     def find_class(self, module, name):
-        raise ValueError(f'meta.pkl asks for {module}.{name}, but only plain data is read')
+        raise ValueError(f'meta.pkl contains {module}.{name}, but only plain data is supported')
 
 
 def read_meta(folder):
-    """meta.json, nanoGPT's meta.pkl or an assumed dict: vocab_size, dtype, eot, bytes_per_token (or None),
-    tokenizer (its state, None: GPT-2's), block_size (of slots, or None)..."""
+    """meta.json, nanoGPT's meta.pkl, or assumed values: vocab_size, dtype, eot, bytes_per_token, tokenizer
+    (its state; None: GPT-2's), block_size (of slots)..."""
     meta = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -699,22 +662,20 @@ def read_meta(folder):
     path = path.with_suffix('.pkl')
     if path.exists():
         with open(path, 'rb') as f:
-            found = PlainUnpickler(f).load()
-        if 'itos' in found:
-            chars = [found['itos'][i] for i in range(found['vocab_size'])]
-            meta['tokenizer'] = {'kind': 'char', 'chars': chars, 'eot': None}
-        return meta | {'vocab_size': found['vocab_size']}
+            nanogpt = PlainUnpickler(f).load()
+        return meta | {'vocab_size': nanogpt['vocab_size'], 'tokenizer': {
+            'kind': 'char', 'chars': [*nanogpt['itos'].values()], 'eot': None}}
     print_once(f'{folder} has no meta.json or meta.pkl: assuming the GPT-2 encoding')
-    return meta | {'vocab_size': 50304, 'eot': 50256}  # nanoGPT's size, 50257 rounded up
+    return meta | {'vocab_size': 50304, 'eot': 50256}  # nanoGPT's size: 50257, rounded up
 
 
 def is_prepared(folder):
-    """Whether prepare.py, or nanoGPT, has made this folder."""
+    """Whether the folder has prepared data, ours or nanoGPT's."""
     return any(Path(folder, name).exists() for name in ('meta.json', 'meta.pkl', 'train.bin'))
 
 
 def checkpoint_in(folder):
-    """The path of the checkpoint in a folder, or of this .pt file; None if there is none."""
+    """The path of a folder's ckpt.pt, or of a .pt file; None if there is none."""
     path = Path(folder)
     if path.suffix != '.pt':
         path /= 'ckpt.pt'
@@ -722,7 +683,7 @@ def checkpoint_in(folder):
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder, run, checkpoint or GGUF file."""
+    """The tokenizer of a prepared folder, a run, a checkpoint or a GGUF file."""
     if Path(folder).suffix == '.gguf':
         from zoo.hub import published_tokenizer
         return published_tokenizer(folder)
@@ -737,12 +698,12 @@ def load_tokenizer(folder):
     return tokenizer_from_state(state)
 
 
-HEADER_BYTES = 1024  # of foreign shards: int32 magic, version, tokens, zeros
+HEADER_BYTES = 1024  # of a foreign shard: int32 magic, version, number of tokens, zeros
 HEADER_MAGIC = 20240520
 
 
 def read_shard(path, dtype):
-    """The tokens at path, with or without a header, as a mapped array. It keeps the file open."""
+    """The tokens of a file, with or without a header, as a memory-mapped array."""
     head = np.fromfile(path, '<i4', 3)
     if len(head) == 3 and head[0] == HEADER_MAGIC:
         return np.memmap(path, '<u2', 'r', HEADER_BYTES, int(head[2]))
@@ -750,11 +711,11 @@ def read_shard(path, dtype):
 
 
 class Bins:
-    """The tokens of one split: folder/<split>.bin, or else its shards *<split>*.bin, sorted.
+    """The tokens of one split: folder/<split>.bin, or else the sorted shards *<split>*.bin.
 
-    Sequence i of a shard is its block_size + 1 tokens from i * block_size on: each token but the first and
-    the tail is a target once. Ids are checked once vocab_size is set. The mask of x.bin is x.mask.bin, a
-    byte for each token.
+    Sequence i of a shard is its block_size + 1 tokens from i * block_size on: every token except the first
+    and the tail is a target once. x.mask.bin has one byte per token of x.bin, 1 = learn it. Once vocab_size
+    is set, batch checks the ids.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
@@ -762,70 +723,63 @@ class Bins:
         paths = [self.name] if self.name.exists() else sorted(
             path for path in Path(folder).glob(f'*{split}*.bin') if '.mask' not in path.suffixes)
         if not paths:
-            command = 'python prepare.py' + ' SOURCE' * (folder != FIRST_RUN)
-            raise FileNotFoundError(f'{folder} is not prepared: no {split}.bin; run `{command}`')
+            raise FileNotFoundError(f'{folder} is not prepared (no {split}.bin): run `python prepare.py` for '
+                                    'the default data, or `python prepare.py SOURCE`')
         self.meta = read_meta(folder)
         dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
         self.shards = [read_shard(path, dtype) for path in paths]
         self.n_tokens = sum(map(len, self.shards))
         masks = [path.with_suffix('.mask.bin') for path in paths]
         self.masks = [read_shard(path, np.uint8) for path in masks if path.exists()]
-        n_masks = sum(map(len, self.masks))
-        if (n_masks != self.n_tokens * bool(n_masks or self.meta['block_size'])
-                or paths == [self.name] and self.meta.get(f'{split}_tokens', self.n_tokens) != self.n_tokens):
-            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, but not as many as its mask or as '
-                             'meta.json says: a file was cut or removed; prepare the folder again')
+        if (self.masks or self.meta['block_size']) and sum(map(len, self.masks)) != self.n_tokens:
+            raise ValueError(f'{self.name} and its mask have different sizes: prepare the folder again')
 
     def ends(self, block_size):
-        """The numbers of sequences up to the end of each shard."""
-        return np.cumsum([max(len(shard) - 1, 0) // block_size for shard in self.shards])
+        """The number of sequences up to each shard's end."""
+        return np.cumsum([(len(shard) - 1) // block_size for shard in self.shards])
 
     def n_sequences(self, block_size):
         """Raises ValueError if there is none."""
         n = int(self.ends(block_size)[-1])
         if not n:
-            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, a sequence needs block_size+1 = '
+            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, but a sequence needs block_size+1 = '
                              f'{block_size + 1}: lower --block_size or prepare more text')
         return n
 
-    def check_vocabulary(self):
-        """Reads every token. Raises ValueError if one is outside the vocabulary."""
-        for shard in self.shards:
-            self._check(shard)
-
-    def _check(self, ids):
-        if self.vocab_size and ids.max(initial=0) >= self.vocab_size:
-            raise ValueError(f'{self.name}: token {ids.max()} is outside the vocabulary of '
-                             f'{self.vocab_size}: prepare it with the tokenizer of the model, or raise '
-                             '--vocab_size')
+    def check_vocabulary(self, *arrays):
+        """Raises ValueError if an id in these arrays, or in any shard, is outside the vocabulary."""
+        for ids in arrays or self.shards:
+            if self.vocab_size and ids.max(initial=0) >= self.vocab_size:
+                raise ValueError(f'{self.name}: token {ids.max()} is outside the vocabulary of '
+                                 f'{self.vocab_size}: prepare the text with the tokenizer of the model, or '
+                                 'raise --vocab_size')
 
     def batch(self, indices, block_size):
-        """Inputs and targets, int64 (len(indices), block_size); targets that the mask leaves out are -1."""
-        ids = self._sequences(self.shards, indices, block_size)
-        self._check(ids)
-        targets = ids[:, 1:]
-        if self.masks:
-            targets = np.where(self._sequences(self.masks, indices, block_size)[:, 1:], targets, -1)
-        return ids[:, :-1], targets
-
-    def _sequences(self, shards, indices, block_size):
-        """int64 (len(indices), block_size + 1) of self.shards or self.masks."""
+        """Inputs and targets, int64 (len(indices), block_size); masked targets are -1."""
         ends = self.ends(block_size)
         numbers = np.searchsorted(ends, indices, side='right')
-        firsts = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
-        return np.stack([shards[number][first:first + block_size + 1]
-                         for number, first in zip(numbers, firsts)]).astype(np.int64)
+        begins = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
+
+        def read(shards):
+            return np.stack([shards[number][begin:begin + block_size + 1]
+                             for number, begin in zip(numbers, begins)]).astype(np.int64)
+        ids = read(self.shards)
+        self.check_vocabulary(ids)
+        targets = ids[:, 1:]
+        if self.masks:
+            targets = np.where(read(self.masks)[:, 1:], targets, -1)
+        return ids[:, :-1], targets
 
 
 # looking ----------------------------------------------------------------------------------------------------
 
 def look(folder):
-    """Prints what meta.json says of a prepared folder, and the beginning of train.bin."""
+    """Prints a folder's meta and the beginning of its training data."""
     folder = data_folder(folder)
     bins = Bins(folder, 'train')
     tok = load_tokenizer(folder)
     print(*(f'{name}: {value}' for name, value in bins.meta.items() if name != 'tokenizer'), sep='\n')
-    print(f'the first tokens by tokenizer {tok.name}, [[learned]] in double brackets:')
+    print(f'the beginning of train.bin, decoded by tokenizer {tok.name}; [[learned]] in double brackets:')
     inputs, targets = bins.batch([0], bins.meta['block_size'] or 256)
     for learned, run in itertools.groupby(zip(inputs[0, 1:], targets[0] >= 0), lambda pair: pair[1]):
         text = tok.decode([i for i, _ in run])
@@ -834,14 +788,12 @@ def look(folder):
 
 
 def stop(number, _):
-    """Removes temporary files, then ends the workers and the program. An exception here could leave
-    the library waiting for its workers forever."""
+    """Removes temporary files and ends the program, which ends its workers. After an exception, Pool could
+    wait for them forever."""
     for other in signal.SIGINT, signal.SIGTERM:
         signal.signal(other, signal.SIG_IGN)
-    if os.getpid() == MAIN:  # not a worker that has just begun
+    if multiprocessing.parent_process() is None:  # not in a worker that has just started
         cleanup.close()
-        for worker in multiprocessing.active_children():
-            worker.kill()  # before it prints that nobody reads its results
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
@@ -857,17 +809,17 @@ if __name__ == '__main__':
         look(*more or [FIRST_RUN])
         sys.exit()
     if more:
-        raise ValueError(f'{more[0]!r} is one source too many: put files into a folder, or quote a glob')
+        raise ValueError(f'cannot use a second source, {more[0]!r}: put files into a folder, or quote a glob')
     source = find_source(name)
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
     folder = output_folder(out, source, tokenizer)
     if not overwrite and is_prepared(folder) and read_meta(folder).get('source') != source.label:
-        raise ValueError(f'{folder} holds other data than {source.label}: choose another --out, or replace '
-                         'it by --overwrite=True')
+        raise ValueError(f'{folder} contains data of a source other than {source.label}: choose another '
+                         '--out, or replace the data by --overwrite=True')
 
     if source.shards:
         if tokenizer != 'gpt2':
-            raise ValueError(f'tokenizer={tokenizer!r} cannot be used: {source.name} has only tokens of gpt2')
+            raise ValueError(f'{source.name} has only tokens of gpt2: omit --tokenizer={tokenizer}')
         meta = fetch_shards(folder, source)
     else:
         n_train = characters_to_train_on(source, val_fraction)

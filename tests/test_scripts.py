@@ -1,4 +1,4 @@
-"""Scripts as users start them: from text to a model, its samples and an export; configs; wrong input."""
+"""Scripts as users start them: from text to a model and its samples; configs; wrong input."""
 import contextlib
 import io
 import json
@@ -38,7 +38,7 @@ def test_the_core_works_in_an_empty_folder(tmp_path):
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
-    short = [*TOY[5:], '--max_iters=6']  # of any shape
+    short = [*TOY[5:], '--max_iters=6']  # without the shape
     core('prepare.py', 'my.txt', '--tokenizer=bpe:300')
     core('train.py', '--dataset=my_bpe300', *TOY[1:], '--block_size=64', '--max_iters=4', '--out_dir=base')
     core('train.py', '--init_from=resume', '--out_dir=base', '--max_iters=6')
@@ -90,7 +90,7 @@ def test_answers_are_written_in_order_to_a_new_file(base):
 
 def test_sample_script(base, capsys, monkeypatch):
     common, context = [*CPU, '--max_new_tokens=30', '--temperature=0'], dict(
-        block_size=60, rope_scaling={'rope_type': 'linear', 'factor': 2.0})  # of 16 tokens, without
+        block_size=60, rope_scaling={'rope_type': 'linear', 'factor': 2.0})  # 16 tokens in the checkpoint
     Path('p.txt').write_text('abc', encoding='utf-8')
     run('sample.py', *common, '--start=FILE:p.txt', '--num_samples=2', '--stop=[1, 2]',
         *(f'--{name}={value}' for name, value in context.items()))
@@ -125,10 +125,10 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     answers = {question: from_nothing(new_chat(model), question) for question in ('Hi', 'Why so?')}
     assert f"> {answers['Hi']}\n" in capsys.readouterr().out
     Path('q.txt').write_text('\n'.join(answers), encoding='utf-8')
-    run('sample.py', *common, '--start=LINES:q.txt')  # each alone
+    run('sample.py', *common, '--start=LINES:q.txt')  # each as its own conversation
     out = capsys.readouterr().out
     assert all(f"> {question}\n{answer}\n---" in out for question, answer in answers.items())
-    torch.save({**state, 'masked': False}, 'out/ckpt.pt')  # as of a run on text, with the same tokenizer
+    torch.save({**state, 'masked': False}, 'out/ckpt.pt')  # as after training on text
     run('sample.py', *common, '--start=Hi', '--system=')
     tokenizer = byte_chat_tokenizer()
     text = tokenizer.decode(by_hand(model, tokenizer.encode('Hi'), 8, temperature=0))
@@ -136,10 +136,10 @@ def test_sample_script_chats(base, capsys, monkeypatch):
 
 
 def read_config(*argv):
-    """train.py's settings by a command line, and the model without memory."""
+    """train.py's settings for a command line, and the model on the meta device."""
     config, args, *_ = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=argv)
     with torch.device('meta'):
-        return config, GPT(GPTConfig(**{'vocab_size': 50257, **args}))  # gpt2.py takes the data's
+        return config, GPT(GPTConfig(**{'vocab_size': 50257, **args}))  # gpt2.py leaves it to the data
 
 
 @pytest.mark.parametrize('name, params, active', [
@@ -190,12 +190,8 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
     (['--min_lr=1'], 'min_lr=1.0 is not supported: it must be <= learning_rate'),
     (['--shard=True'], '--shard has no effect: it needs TORCHRUN'),
     (['--dataset=nowhere', '--mlp=swish'], "mlp='swish' is not supported; choose one of swiglu"),
-    (['--dataset=nowhere', '--lr_schedule=wds'], "lr_schedule='wds' is not supported"),
-    (['--dropout=2'], 'dropout=2.0 is not supported: it must be < 1'),
     (["--lr_scales={'embedding': 0}"], 'must have a number above 0'),
-    (["--lr_scales={'matrix': 'x'}"], 'must have a number above 0'),
     (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'too few experts'),
-    (['--n_expert=4', '--n_expert_active=5'], 'n_expert_active=5, .*too few experts'),
     (['--n_expert=4', '--expert_pattern='], "expert_pattern='' is not supported; choose one of E, D, N"),
     *((flags.split(), f'these settings fails: .*{error}') for flags, error in (
         ('--n_expert=6 --n_group=4 --topk_group=2', 'n_group=4, topk_group=2; '),
@@ -203,19 +199,12 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
         ('--mixer_pattern=D --linear_n_value_head=3', 'linear_n_value_head=3; RuntimeError'),
         ("--query_scale={'beta':1}", "KeyError\\('length'"))),
     *(([f"--rope_scaling={{'rope_type': 'linear'{more}}}"], f'settings fails: .*{error}') for more, error in (
-        ('', 'missing 1'), (", 'factor': 0", 'the loss of the first tokens is nan'),
-        (", 'factor': '4'", "'str'"), (", 'factor': 4, 'x': 1", 'unexpected keyword')))])
+        ('', 'missing 1'), (", 'factor': 0", 'the loss of the first tokens is nan')))])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
-    """Nor does it move the run that is there."""
+    """An existing run stays as it is."""
     os.mkdir('out')
     Path('out/ckpt.pt').write_bytes(b'a run')
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         run('train.py', *TOY, '--out_dir=out', *args)
     assert '\n' not in str(error.value)
     assert os.listdir('out') == ['ckpt.pt'] and Path('out/ckpt.pt').read_bytes() == b'a run'
-
-
-def test_errors_of_a_script_are_one_line_and_a_status(folder):
-    done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--dataset=nowhere'],
-                          capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith('train.py: data') and done.stderr.count('\n') == 1
