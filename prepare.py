@@ -83,7 +83,7 @@ cleanup = contextlib.ExitStack()  # removes temporary files
 
 
 # files as documents -----------------------------------------------------------------------------------------
-# A document is an iterable of blocks of text, or a Conversation.
+# a document: an iterable of blocks of text, or a Conversation
 
 def unpacked(path):
     """'a.jsonl' for a.jsonl.gz"""
@@ -418,8 +418,6 @@ def find_source(source):
     return Source(name, source, documents, isinstance(next(documents(), None), Conversation))
 
 
-# names and folders ------------------------------------------------------------------------------------------
-
 def data_folder(name):
     """The path `name` if it has a slash, else data/<name>."""
     return name if os.path.dirname(name) else f'data/{name}'
@@ -434,7 +432,7 @@ def output_folder(out, source, tokenizer):
     return data_folder(name)
 
 
-# which text is for what -------------------------------------------------------------------------------------
+# splits and ids --------------------------------------------------------------------------------------------
 
 def characters_to_train_on(source, fraction):
     """How many characters at the beginning of each document are for training; None for conversations.
@@ -475,8 +473,6 @@ def cut_in_two(blocks, n_train):
             yield 'val', block[n_train:]
         n_train = max(n_train - len(block), 0)
 
-
-# encoding ---------------------------------------------------------------------------------------------------
 
 def pieces_of_texts(texts, can_cut):
     """Yields (split, piece of a text, whether it needs a bos, whether it needs an eot)."""
@@ -771,17 +767,16 @@ class Bins:
         return ids[:, :-1], targets
 
 
-# looking ----------------------------------------------------------------------------------------------------
-
 def look(folder):
     """Prints a folder's meta and the beginning of its training data."""
     folder = data_folder(folder)
     bins = Bins(folder, 'train')
     tok = load_tokenizer(folder)
-    print(*(f'{name}: {value}' for name, value in bins.meta.items() if name != 'tokenizer'), sep='\n')
-    print(f'the beginning of train.bin, decoded by tokenizer {tok.name}; [[learned]] in double brackets:')
-    inputs, targets = bins.batch([0], bins.meta['block_size'] or 256)
-    for learned, run in itertools.groupby(zip(inputs[0, 1:], targets[0] >= 0), lambda pair: pair[1]):
+    print(json.dumps(bins.meta | {'tokenizer': tok.name}, indent=1))
+    print('the beginning of train.bin, [[learned]] in double brackets:')
+    ids = bins.shards[0][:256]
+    mask = bins.masks[0] if bins.masks else np.ones(len(ids))
+    for learned, run in itertools.groupby(zip(ids, mask), lambda pair: pair[1]):
         text = tok.decode([i for i, _ in run])
         print(f'[[{text}]]' if learned else text, end='')
     print()

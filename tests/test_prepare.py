@@ -464,9 +464,9 @@ def test_pydoc_chat_is_short():
 def test_look_shows_what_a_folder_has(prep):
     save_tokenizer(tok := chat_tokenizer())
     write_jsonl('chats.jsonl', [{'messages': chat_of(i)} for i in range(30)])
-    prep('chats.jsonl --tokenizer=tok --block_size=300')
+    prep('chats.jsonl --tokenizer=tok')
     shown = prep('look chats')[0].partition('brackets:\n')[2]
-    ids, mask = prep_ids('data/chats', 'train')[1:300], prep_ids('data/chats', 'train.mask', np.uint8)[1:300]
+    ids, mask = prep_ids('data/chats', 'train')[:256], prep_ids('data/chats', 'train.mask', np.uint8)[:256]
     assert shown.replace('[[', '').replace(']]', '') == tok.decode(ids) + '\n'
     assert ''.join(re.findall(r'\[\[(.*?)\]\]', shown, re.DOTALL)) == tok.decode(ids[mask == 1])
 
