@@ -1,6 +1,6 @@
-"""Spreads a model over the ranks by FSDP2 (arXiv:2304.11277), for models larger than a GPU. train.py imports
-this file with shard=True. If you change weights other than by an optimizer's step, call model.reshard() and
-block.reshard() for each block: the next forward pass may otherwise use weights that were gathered before."""
+"""Spreads a model over the ranks by FSDP2 (arXiv:2304.11277). Code that changes weights outside an
+optimizer's step must call reshard() of the model and of each block: otherwise forward may use old weights.
+"""
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,8 +15,10 @@ MIXED.__enter__()
 
 
 def shard_model(model, machine):
-    """Gives each rank its part of a model that all ranks have. A block's weights are gathered in the compute
-    dtype while it computes. Small weights, which the model reads in float32, stay whole on each rank."""
+    """Splits the matrices, which forward gathers per block in the compute dtype. Vectors and routers, used in
+    float32, stay whole. Raises ValueError for float16 and LoRA."""
+    if machine.dtype == torch.float16 or not all(w.requires_grad for w in model.parameters()):
+        raise ValueError("shard=True cannot be combined with dtype=float16 or lora_rank: leave one out")
     mesh = dist.init_device_mesh(machine.device_type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = {w for name, w in model.named_parameters()
@@ -26,12 +28,12 @@ def shard_model(model, machine):
 
 
 def split_like(w, value):
-    """This rank's part of a tensor that all ranks have, split as w is."""
+    """This rank's part of a whole tensor, split as w is."""
     return distribute_tensor(value.to(w.device), w.device_mesh, w.placements, src_data_rank=None)
 
 
 def gather(state):
-    """A state with whole tensors on rank 0's CPU. All ranks call it; others get None for a tensor."""
+    """A state with whole tensors on rank 0's CPU, None elsewhere. All ranks must call it."""
     def whole(x):
         x = x.full_tensor()
         return x.cpu() if dist.get_rank() == 0 else None
@@ -39,7 +41,7 @@ def gather(state):
 
 
 def subtract_whole(subtract, moves, lr):
-    """Muon's subtract(moves, lr) for split matrices. As many are whole at once as ranks share the work."""
+    """Muon's subtract(moves, lr) for split matrices. Gathers one per rank at a time."""
     moves.sort(key=lambda move: move[0].shape)
     while moves:
         some = moves[:dist.get_world_size()]
