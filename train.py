@@ -330,9 +330,7 @@ def subtract_orthogonalised(moves, lr):
         for pair in zip(w.split(rows, dim=-2), update.split(rows, dim=-2)):
             batches[pair[0].shape[-2:]].append(pair)
     for shape, pairs in batches.items():
-        without_bfloat16 = pairs[0][0].device.type == 'cpu' and not cpu_has_bfloat16()
-        dtype = torch.float32 if without_bfloat16 else torch.bfloat16
-        updates = torch.cat([update.to(dtype).reshape(-1, *shape) for _, update in pairs])
+        updates = torch.cat([rounded(update).reshape(-1, *shape) for _, update in pairs])
         changes = orthogonalise_shared(updates).float() * (lr * 0.2 * max(shape) ** 0.5)
         for (w, _), change in zip(pairs, changes.split([w.numel() // shape.numel() for w, _ in pairs])):
             w.sub_(change.view_as(w))
@@ -346,6 +344,11 @@ def orthogonalise_shared(x):
     found = torch.zeros_like(x)
     found[share] = orthogonalise(x[share])
     return all_reduce(found)
+
+
+def rounded(x):
+    """x in bfloat16, unless that is slow on this CPU."""
+    return x if x.device.type == 'cpu' and not cpu_has_bfloat16() else x.bfloat16()
 
 
 def orthogonalise(x):
