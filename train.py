@@ -273,17 +273,6 @@ def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
     return {'val_loss': val_loss, 'val_bpb': bpb} if count else {}
 
 
-def print_sample(run, tokenizer, bins):
-    """Prints a sample. All ranks of a sharded model must call it."""
-    prompts = bins.batch([0], 1)[0].tolist()
-    run.model.eval()
-    with run.machine.autocast():
-        text, _ = complete(run.model, tokenizer, prompts, run.config['sample_tokens'],
-                           seed=run.config['seed'])
-    run.model.train()
-    print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
-
-
 # optimizers -------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
@@ -786,45 +775,7 @@ def describe(row, seconds_left):
             f"{duration(seconds_left)} left")
 
 
-# settings and machine ---------------------------------------------------------------------------------------
-
-def run_length(run, epoch):
-    """Prints and returns the run's max_iters. epoch: its length in tokens."""
-    config = run.config
-    model = run.model
-    n_params = num_params(model)
-    tokens = run.tokens_per_update
-    max_iters = config['max_iters']
-    for length, unit in (config['epochs'], epoch), (config['tokens_per_param'], n_params):
-        if length is not None:
-            max_iters = run.iter_num + max(0, math.ceil((length * unit - run.tokens) / tokens))
-    total = run.tokens + (max_iters - run.iter_num) * tokens
-    print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
-           f"context {model.config.block_size}, vocabulary {model.config.vocab_size}")
-    print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
-           f"{total / epoch:.2f} epochs, {total / n_params:.1f} tokens per parameter; checkpoints in "
-           f"{config['out_dir']}/")
-    if 0 < max_iters <= config['warmup_iters']:
-        print0(f"warning: warmup_iters={config['warmup_iters']} does not end before the run: the learning "
-               f"rate reaches {max_iters / (config['warmup_iters'] + 1):.0%} of its peak; lower it")
-    return max_iters
-
-
-def dataset_tokenizer(folder, of_model, source, resumed):
-    """The tokenizer of a prepared folder, or None. If the model has another one, warns, or raises ValueError
-    for a resumed run."""
-    try:
-        tokenizer = load_tokenizer(folder)
-    except (OSError, ImportError) as error:
-        return print0(f"the checkpoint stores no tokenizer, so it cannot be sampled from: {error}")
-    if of_model and of_model.tokens != tokenizer.tokens:
-        differs = (f"{folder} was prepared with another tokenizer than the model's, so its ids mean other "
-                   f"text: run python prepare.py ... --tokenizer={shlex.quote(source['path'])}")
-        if resumed:
-            raise ValueError(differs)
-        print0(f"warning: {differs}")
-    return tokenizer
-
+# signals ----------------------------------------------------------------------------------------------------
 
 STOP = 'SIGINT', 'SIGTERM', 'SIGHUP', 'SIGUSR1'
 TIME_IS_OVER = 1
@@ -894,7 +845,17 @@ if __name__ == '__main__':
     train_bins = Bins(folder, 'train')
     val_bins = Bins(folder, 'val')
     meta = train_bins.meta
-    tokenizer = dataset_tokenizer(folder, source_tokenizer, source, resumed)
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ImportError) as error:
+        tokenizer = None
+        print0(f"the checkpoint stores no tokenizer, so it cannot be sampled from: {error}")
+    if tokenizer and source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
+        differs = (f"{folder} was prepared with another tokenizer than the model's, so its ids mean other "
+                   f"text: run python prepare.py ... --tokenizer={shlex.quote(source['path'])}")
+        if resumed:
+            raise ValueError(differs)
+        print0(f"warning: {differs}")
 
     # model
     if model is None:
@@ -917,9 +878,10 @@ if __name__ == '__main__':
     if lora_rank and not resumed:
         from zoo.weights import start_lora
         lora = start_lora(model, config, source)
+    n_params = num_params(model)
     if checkpoint_activations:
         checkpoint_blocks(model, checkpoint_activations)
-    if checkpoint_activations or shard or num_params(model) > 1e8:  # memory is short
+    if checkpoint_activations or shard or n_params > 1e8:  # memory is short
         keep_freed_memory(below=2**20)
     shard = shard and RANKS > 1  # if resumed on one rank
     if shard:
@@ -935,14 +897,26 @@ if __name__ == '__main__':
             print0(f"warning: {folder} has changed since the checkpoint was written")
             run.best_val_loss = math.inf  # the best loss was on other data
     first_it = run.iter_num
+    tokens = run.tokens_per_update
     epoch = train_bins.n_sequences(block_size) * block_size  # tokens
-    max_iters = config['max_iters'] = run_length(run, epoch)
+    for length, unit in (epochs, epoch), (tokens_per_param, n_params):
+        if length is not None:
+            max_iters = first_it + max(0, math.ceil((length * unit - run.tokens) / tokens))
+    config['max_iters'] = max_iters
+    total = run.tokens + (max_iters - first_it) * tokens
+    print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
+           f"context {block_size}, vocabulary {model.config.vocab_size}")
+    print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
+           f"{total / epoch:.2f} epochs, {total / n_params:.1f} tokens per parameter; checkpoints in "
+           f"{out_dir}/")
+    if 0 < max_iters <= warmup_iters:
+        print0(f"warning: warmup_iters={warmup_iters} does not end before the run: the learning rate reaches "
+               f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower it")
     batches = read_batches(run, train_bins)
     batch = next(batches, None)
 
     # compilation, ranks
-    tokens = max_iters * run.tokens_per_update / RANKS
-    compile = resolve_compile(compile, device, flops_per_token(model) * tokens)
+    compile = resolve_compile(compile, device, flops_per_token(model) * max_iters * tokens / RANKS)
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
         run.forward = compile_model(model, device)
@@ -969,7 +943,7 @@ if __name__ == '__main__':
         elif always_save_checkpoint:  # it would become outdated
             set_aside(out_dir, 'best.pt')
         start_log(log_file, first_it)
-        note(out_dir, status='running', error=None, config=config, params=num_params(model), data=folder)
+        note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
         if wandb_log:
             import wandb
             wandb_run = wandb.init(project=wandb_project, name=wandb_run_name, id=run.wandb_id,
@@ -1028,8 +1002,13 @@ if __name__ == '__main__':
             for old in kept[:-keep] if RANK == 0 else ():
                 Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
         save(run, 'ckpt.pt', constant)
-        if sample_tokens and tokenizer and (RANK == 0 or shard):
-            print_sample(run, tokenizer, val_bins)
+        if sample_tokens and tokenizer and (RANK == 0 or shard):  # sharded models run on all ranks
+            prompts = val_bins.batch([0], 1)[0].tolist()
+            model.eval()
+            with machine.autocast():
+                text, _ = complete(model, tokenizer, prompts, sample_tokens, seed=seed)
+            model.train()
+            print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
         if reason or run.iter_num >= max_iters:
             break
 

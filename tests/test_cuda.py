@@ -1,7 +1,7 @@
-"""Whether all is right on a GPU, beside the CPU in float32. Skipped where there is none.
+"""Compares a GPU with the CPU in float32. Skipped without a GPU.
 
     python -m pytest tests/test_cuda.py
-    FLATGPT_TEST_DEVICE=cpu python -m pytest tests/test_cuda.py  # the file itself, with the CPU as the GPU
+    FLATGPT_TEST_DEVICE=cpu python -m pytest tests/test_cuda.py  # tests this file, on the CPU
 """
 import copy
 import functools
@@ -24,19 +24,18 @@ IS_GPU = DEVICE.startswith('cuda')
 if IS_GPU and not torch.cuda.is_available():
     pytest.skip('there is no CUDA device', allow_module_level=True)
 
-# wide enough for flex_attention; a vocabulary that is padded in training
+# wide enough for flex_attention; training pads this vocabulary
 SHAPE = dict(n_layer=1, n_head=4, n_embd=128, block_size=256, vocab_size=301)
 KINDS = {
     'grouped queries': dict(n_kv_head=2),
-    'window': dict(n_layer=2, n_kv_head=2, window=100, window_pattern='SL'),
-    'documents': dict(n_kv_head=2, document_token=3),
+    'window and documents': dict(n_layer=2, n_kv_head=2, window=100, window_pattern='SL', document_token=3),
     'latent attention': dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32),
     'experts, the first without tokens': dict(n_expert=4, d_expert=64, balance_bias=True),
     'alibi': dict(pos='alibi'),
     'states': dict(n_layer=5, mixer_pattern='DABKC', linear_n_key_head=2, linear_n_value_head=2,
                    linear_key_head_dim=16, linear_value_head_dim=16),
 }
-WAYS = {  # (dtype, compiled, largest difference of losses, least cosine of gradients)
+WAYS = {  # (dtype, compiled, largest difference of losses, smallest cosine of gradients)
     'float32': (torch.float32, False, 1e-4, 1 - 1e-6),
     'bfloat16': (torch.bfloat16, False, 2e-2, 0.99),
     'bfloat16 compiled': (torch.bfloat16, True, 2e-2, 0.99),
@@ -45,7 +44,7 @@ WAYS = {  # (dtype, compiled, largest difference of losses, least cosine of grad
 
 
 def new_model(**options):
-    """With no branch at zero, and in experts none that chooses the first."""
+    """A model without branches at zero, whose routers never choose the first expert."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**SHAPE, **options}))
     with torch.no_grad():
@@ -73,34 +72,25 @@ def new_run(model, device, dtype=torch.float32, **settings):
 
 
 def one_iteration(model, device, dtype=torch.float32, compiled=False):
-    """Leaves the gradients in model. Returns the loss, and the experts' load or None."""
+    """Returns the loss, the experts' load or None, and the gradients in float64 on the CPU."""
     torch.set_float32_matmul_precision('highest')
     run = new_run(model, device, dtype)
     run.scaler = torch.amp.GradScaler(run.machine.device_type, enabled=False)
     run.forward = flat_train.compile_model(model, device) if compiled else model
     loss, load = flat_train.gradients(run, [new_batch(device)])
-    return loss.item(), load
-
-
-@functools.cache
-def on_cpu(kind):
-    """The loss and gradients of a kind on the CPU in float32."""
-    model = new_model(**KINDS[kind]).train()
-    loss, _ = one_iteration(model, 'cpu')
-    return loss, {name: w.grad.double() for name, w in model.named_parameters()}
+    return loss.item(), load, {name: w.grad.double().cpu() for name, w in model.named_parameters()}
 
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('way', WAYS)
 def test_losses_and_gradients_equal_the_cpus(kind, way):
     dtype, compiled, error, least = WAYS[way]
-    expected, gradients = on_cpu(kind)
+    expected, _, gradients = one_iteration(new_model(**KINDS[kind]).train(), 'cpu')
     model = new_model(**KINDS[kind]).train().to(DEVICE)
-    loss, load = one_iteration(model, DEVICE, dtype, compiled)
-    found = {name: w.grad.double().cpu() for name, w in model.named_parameters()}
-    ours, theirs = (torch.cat([grads[name].flatten() for name in gradients]) for grads in (found, gradients))
-    assert abs(loss - expected) < error and F.cosine_similarity(ours, theirs, dim=0) > least
-    assert (ours.norm() / theirs.norm()).item() == pytest.approx(1, rel=0.02)
+    loss, load, found = one_iteration(model, DEVICE, dtype, compiled)
+    gpu, cpu = (torch.cat([grads[name].flatten() for name in gradients]) for grads in (found, gradients))
+    assert abs(loss - expected) < error and F.cosine_similarity(gpu, cpu, dim=0) > least
+    assert (gpu.norm() / cpu.norm()).item() == pytest.approx(1, rel=0.02)
     if 'experts' in kind:
         assert load[:, 0].tolist() == [0] and not any(
             grad[0].any() for name, grad in found.items() if '.experts.' in name)
@@ -109,7 +99,7 @@ def test_losses_and_gradients_equal_the_cpus(kind, way):
 @pytest.mark.parametrize('optimizer, dtype', [
     ('adamw', torch.float32), ('muon', torch.float32), ('muon', torch.float16)])
 def test_updates_equal_the_cpus_and_the_host_does_not_wait(optimizer, dtype):
-    """But for float16's scaler. The last of them is skipped, as a gradient is not finite."""
+    """Except for float16's scaler. The last update is skipped, because a gradient is not finite."""
     found, watch = [], torch.cuda.set_sync_debug_mode if IS_GPU else print
     for device, dtype_there in ('cpu', torch.float32), (DEVICE, dtype):
         model = new_model(n_kv_head=2).train().to(device)
@@ -139,10 +129,10 @@ def train(out, *args):
 
 
 def test_greedy_text_is_the_same_on_each_path(folder, monkeypatch):
-    """Of a trained model in float32: on the CPU; uncompiled, compiled for one row and for three, drafted."""
-    monkeypatch.setitem(flat_sample.FREEZING, 'max_autotune', False)  # on CPUs: tries no other kernels
+    """Eager, compiled for one row and for three, with draft tokens: all in float32, as on the CPU."""
+    monkeypatch.setitem(flat_sample.FREEZING, 'max_autotune', False)  # saves time on CPUs
     model = train('out', '--max_iters=40', '--n_kv_head=1', '--dropout=0.1')['model'].eval()
-    assert float(log_rows('out')[-1]['val_loss']) < 1.2  # it has learnt what there is
+    assert float(log_rows('out')[-1]['val_loss']) < 1.2  # it has learned the data
     torch.set_float32_matmul_precision('highest')
     prompts = [[1, 8, 20], [4], [2, 13, 22, 21]]
     greedy = functools.partial(made, prompts=prompts, n=60, temperature=0)
@@ -156,7 +146,7 @@ def test_greedy_text_is_the_same_on_each_path(folder, monkeypatch):
 
 
 @pytest.mark.parametrize('rows', [1, 2, 40])
-def test_eight_bits_stand_for_their_weights(rows):
+def test_int8_weights_give_the_logits_of_dequantized_ones(rows):
     model, idx = new_model(n_kv_head=2).eval(), torch.randint(301, (1, rows))
     weights.quantize_weights(model, torch.bfloat16)
     with torch.no_grad():
@@ -181,7 +171,7 @@ def test_deterministic_runs_are_resumed_bit_for_bit(folder, options):
 def test_sharded_ranks_equal_one_process(folder, ranks):
     if IS_GPU and torch.cuda.device_count() < ranks:
         pytest.skip(f'NCCL needs a device for each of {ranks} ranks')
-    # all experts are chosen: rounding must not choose others
+    # all experts are active: rounding must not choose others
     args = ['--n_expert=4', '--n_expert_active=4', '--d_expert=32', '--dtype=bfloat16', '--compile=True',
             '--gradient_accumulation_steps=4', '--max_iters=10']
     train('one', *args)
@@ -192,7 +182,7 @@ def test_sharded_ranks_equal_one_process(folder, ranks):
 
 
 def test_more_logits_than_32_bits_can_number():
-    """The last row's gradient, where there is memory for it, else of fewer rows."""
+    """Compares the gradient of the last row. Without memory for so many rows it uses fewer."""
     width, room = 50304, IS_GPU and torch.cuda.mem_get_info()[0] > 64e9
     rows = 2**31 // width + 64 if room else 300
     logits = torch.zeros(1, rows, width, device=DEVICE, requires_grad=True)

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -524,9 +523,8 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
     x = torch.arange(16)[None]  # new adapters for a model with merged ones
     torch.testing.assert_close(load('more')[0].eval()(x), more['model'].eval()(x))
     train('--out_dir=base', '--init_from=resume', '--max_iters=6', '--learning_rate=1e-5')
-    for name in 'whole', 'more':
-        with pytest.raises(ValueError, match='whole/ckpt.pt has adapters for the weights that .*base/'):
-            load(name)
+    with pytest.raises(ValueError, match='whole/ckpt.pt has adapters for the weights that .*base/'):
+        load('whole')
 
 
 def test_best_weights_are_kept_and_used(folder):
@@ -605,8 +603,6 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(folder, capsys):
                           ('--optimizer=adamw', 'can only be resumed with the same')):
         with pytest.raises(ValueError, match=message):
             run('train.py', *resume, flag)
-    fine = train('--out_dir=fine', '--init_from=out/ckpt.pt', '--max_iters=1', '--dropout=0.1')
-    assert fine['first_it'] == 0 and fine['model'].config.dropout == 0.1
 
 
 def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
@@ -633,9 +629,7 @@ def test_auto_resumes_a_checkpoint_if_there_is_one(folder):
     assert main['config'] | {'eval_only': False} == saved('out')['config'] | {'init_from': 'resume'}
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='finds the ranks in /proc')
-def test_a_killed_rank_is_restarted_and_signals_to_all_processes_save(folder):
-    """torchrun restarts it. Slurm sends its signals to each process of a job."""
+def test_torchrun_restarts_a_killed_rank(folder):
     patch = f'''import os, runpy, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 import prepare
@@ -649,24 +643,11 @@ prepare.Bins.batch = read
 sys.argv[0] = 'train.py'
 runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     Path('job.py').write_text(patch, encoding='utf-8')
-    process = subprocess.Popen(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-         '--max_restarts=3', 'job.py', '--out_dir=out', '--init_from=auto', *GPT2,
-         '--gradient_accumulation_steps=2', '--max_iters=1000000', '--eval_interval=5', '--eval_iters=1',
-         '--lr_decay_iters=20'],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.startswith('iter 30:'):
-            children = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text('utf-8').split()
-            for pid in *children, process.pid, *children:
-                os.kill(int(pid), signal.SIGTERM)
-    process.wait()
-    printed = ''.join(printed)
+    printed = torchrun(2, '--max_restarts=3', 'job.py', '--out_dir=out', '--init_from=auto', *GPT2,
+                       '--gradient_accumulation_steps=2', '--eval_interval=5', '--eval_iters=1')
     at = re.search(r'resume: out/ckpt.pt at iteration (\d+)', printed)
-    assert at and 5 <= int(at[1]) <= 20 and re.search('^saved at', printed, re.M), printed
-    assert notes('out')['status'] == 'stopped' and saved('out')['iter_num'] >= 30
+    assert at and 5 <= int(at[1]) < 20, printed
+    assert notes('out')['status'] == 'done' and saved('out')['iter_num'] == 20
 
 
 # stopping ---------------------------------------------------------------------------------------------------
