@@ -592,7 +592,6 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(folder, capsys):
     printed = capsys.readouterr().out
     assert 'default.py' not in printed and "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in printed
     assert main['config'] == {**before, 'init_from': 'resume', 'eval_only': True}
-    assert {name: main[name] for name in main['config']} == main['config']
     assert main['model'].config.dropout == 0.2 and saved('out')['config'] == before
     Path('more.py').write_text('max_iters = 9\nbatch_size = 4\nn_layer = 2\n', encoding='utf-8')
     main = run('train.py', 'more.py', *resume, '--dropout=0.1', '--eval_only')
@@ -621,11 +620,10 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
     assert saved('cut')['iter_num'] == 1
 
 
-def test_auto_resumes_a_checkpoint_if_there_is_one(folder):
-    for n, begins in (6, 0), (9, 6):
-        main = train('--out_dir=out', '--init_from=auto', f'--max_iters={n}', '--lr_decay_iters=9')
-        assert main['first_it'] == begins and not saved('out')['masked']
-    main = run('train.py', '--out_dir=out', '--init_from=auto', '--eval_only')  # without config/default.py
+def test_auto_resumes_a_checkpoint_without_the_default_file(folder):
+    train('--out_dir=out', '--max_iters=6')
+    main = run('train.py', '--out_dir=out', '--init_from=auto', '--eval_only')
+    assert main['first_it'] == 6 and not saved('out')['masked']
     assert main['config'] | {'eval_only': False} == saved('out')['config'] | {'init_from': 'resume'}
 
 
