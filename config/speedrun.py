@@ -2,7 +2,7 @@
 # `python bench.py train config/speedrun.py` says how long a step takes.
 #   python prepare.py && python train.py config/speedrun.py && python sample.py --out_dir=out-speedrun
 # It is the first run, config/default.py, with residual_lambdas. Together with NorMuon, which was removed,
-# these took 0.02 off its loss, [0.00, 0.04], in three seeds (docs/evidence.md). Without NorMuon they were not
+# these took 0.02 off its loss, [0.00, 0.04], in three seeds (docs/log.md). Without NorMuon they were not
 # measured here. No published family computes this model: it cannot be exported.
 dataset = 'pystdlib_bpe4096'
 out_dir = 'out-speedrun'
