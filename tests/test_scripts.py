@@ -210,3 +210,16 @@ def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
         run('train.py', *TOY, '--out_dir=out', *args)
     assert '\n' not in str(error.value)
     assert os.listdir('out') == ['ckpt.pt'] and Path('out/ckpt.pt').read_bytes() == b'a run'
+
+
+def test_errors_of_a_script_are_one_line_and_a_status(folder):
+    done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--dataset=nowhere'],
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith('train.py: data') and done.stderr.count('\n') == 1
+
+
+def test_the_documented_families_are_those_that_the_command_prints(capsys):
+    run('zoo/hub.py', 'families')
+    text = (ROOT / 'docs' / 'architectures.md').read_text(encoding='utf-8')
+    listed = re.search(r'<!-- families: begin -->\n```\n(.*?)```\n<!-- families: end -->', text, re.S)[1]
+    assert listed == capsys.readouterr().out
