@@ -218,8 +218,8 @@ def test_errors_of_a_script_are_one_line_and_a_status(folder):
     assert done.returncode == 1 and done.stderr.startswith('train.py: data') and done.stderr.count('\n') == 1
 
 
-def test_the_documented_families_are_those_that_the_command_prints(capsys):
+def test_the_documented_families_are_those_of_the_command(capsys):
     run('zoo/hub.py', 'families')
     text = (ROOT / 'docs' / 'architectures.md').read_text(encoding='utf-8')
     listed = re.search(r'<!-- families: begin -->\n```\n(.*?)```\n<!-- families: end -->', text, re.S)[1]
-    assert listed == capsys.readouterr().out
+    assert listed.splitlines() == sorted(capsys.readouterr().out.splitlines())
