@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Prints the figures that the README and docs/ call "not measured", on CUDA devices, in sections of less than nine
-# minutes, the most important first:
+# Checks and measures flatgpt on CUDA devices, in sections of less than nine minutes, the most important first:
 #   bash docs/gpu.sh right          # or paths, train, profile, run, decode, 1b, 8b, kinds, kinds2, flags, mixers
-# $OUT, out-gpu unless set, takes all that its commands print, <section>.txt, and gpu.json: of each command the exit
-# code (124 or 137: it hung, and was ended at its limit; the others still run), the seconds, and its numbers or last lines.
-# Further flags are added to each command, so that the script can be tried anywhere:
+# docs/gpu.md explains the sections. The folder $OUT (default: out-gpu) receives all output in <section>.txt. Its file
+# gpu.json has, per command, the exit code, the seconds, and the numbers or last lines. Exit codes 124 and 137 mean
+# that a command hung and was ended at its limit.
+# Further flags are added to each command, so that you can try the script without a GPU:
 #   bash docs/gpu.sh train --n_layer=3 --n_embd=192 --block_size=128 --vocab_size=512 --compile=False --device=cpu
 cd "$(dirname "$0")/.." || exit
 out=${OUT:-out-gpu} section=$1 fresh=1 failed=0
 shift
 mkdir -p "$out" || exit
-export PYTHONUNBUFFERED=1  # what a command has printed before its limit counts
+export PYTHONUNBUFFERED=1  # otherwise output is lost when a command is ended
 work=$(mktemp -d)
 trap 'rm -r "$work"' EXIT
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 
-run() {  # seconds at most, command; prints the end of what that prints
+run() {  # limit in seconds, command; prints the end of its output
     local limit=$1 left=$((530 - SECONDS)) began=$SECONDS code
     shift
     ((limit < left)) || limit=$((left > 1 ? left : 1))
@@ -43,7 +43,7 @@ PYTHON
     fresh=0
 }
 
-text() {  # the text that runs learn from: Python's own library, as bytes
+text() {  # prepares Python's own library as bytes
     [ -d data/pystdlib_byte ] || run 60 python prepare.py --tokenizer=byte
 }
 
@@ -52,7 +52,7 @@ short() {  # seconds, folder, config, flags: 20 iterations
         --log_interval=1 "${@:4}"
 }
 
-kinds() {  # configs: on the GPU compiled in bfloat16, and on the CPU in float32
+kinds() {  # trains configs on the GPU, compiled in bfloat16, and on the CPU in float32
     text
     for config in "$@"; do
         short 100 "$config" "$config" --compile=True "${flags[@]}"
@@ -65,7 +65,7 @@ beside='import csv, json, sys  # the losses of two runs
 losses = [[float(row["loss"]) for row in csv.DictReader(open(f"{out}/log.csv"))] for out in sys.argv[1:]]
 print(json.dumps({"losses": losses, "largest difference": max(abs(a - b) for a, b in zip(*losses))}))'
 
-profile='import json, sys, warnings  # where the time of a step goes, by kernel; its memory; how often the host waits
+profile='import json, sys, warnings  # time of a step by kernel, its memory, waits of the host
 import torch
 import train
 from configurator import runtime
@@ -110,13 +110,13 @@ print(json.dumps({"torch": torch.__version__, "python": platform.python_version(
 run 60 python -c "$machine"
 
 case $section in
-right)  # losses and gradients of seven kinds beside the CPU, updates, eight bits
+right)  # losses and gradients compared with the CPU, updates, int8
     run 100 python -m pytest -v -s tests/test_cuda.py -k 'losses and not compiled'
-    run 80 python -m pytest -v -s tests/test_cuda.py -k 'updates or eight or logits'
+    run 80 python -m pytest -v -s tests/test_cuda.py -k 'updates or weights or logits'
     run 260 python -m pytest -v -s tests/test_cuda.py -k 'losses and compiled and not states'
     run 300 python -m pytest -v -s tests/test_cuda.py -k 'losses and compiled and states'
     ;;
-paths)  # the same text on each path, bit for bit where asked for, ranks
+paths)  # equal text on each path, deterministic runs, ranks
     run 200 python -m pytest -v -s tests/test_cuda.py -k greedy
     run 160 python -m pytest -v -s tests/test_cuda.py -k deterministic
     run 160 python -m pytest -v -s tests/test_cuda.py -k ranks
@@ -186,7 +186,7 @@ mixers)
     done
     ;;
 *)
-    echo "$section is no section: see the top of docs/gpu.sh"
+    echo "unknown section $section: see the top of docs/gpu.sh"
     exit 2
     ;;
 esac
