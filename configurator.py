@@ -1,19 +1,19 @@
-"""Settings from files and flags; device, dtype, threads and seed in one place.
+"""Settings from files and flags; device, dtype and seed.
 
-    $ python train.py config/small.py --batch_size=8 --compile=False      # overrides, from left to right
+    $ python train.py config/small.py --batch_size=8 --compile=False  # later ones override earlier ones
 
 A setting is a line above configure(...), or a field of GPTConfig in model.py:
 
-    momentum = 0.95   # of Muon [< 1] [if optimizer != 'adamw']
+    momentum = 0.95   # of Muon [< 1] [if optimizer == 'muon']
 
-Its type is that of its annotation, else of its default; 1e6 may be an int. Brackets in its remark are rules:
-    [< 1]           what a value must fulfil, in Python; [in TABLE]: a key of a table in the script. Numbers
-                    whose default is not negative must be at least 0, unless a rule begins with >
-    [if condition]  in Python; unless it holds, a flag is rejected, because it would change nothing. In a
-                    comment above, it is for all settings up to the next such comment
-    [fixed]         a resumed run cannot change this setting
-    [changeable]    a checkpoint can be loaded with another value of this field
-    [random]        the field makes training random: lab/check.py switches it off
+Its type is its annotation, or the type of its default. Brackets in its remark are rules:
+    [< 1]           a condition for the value; [in TABLE] requires a key of the script's TABLE. A number must
+                    be at least 0, unless its default is negative or a rule begins with >
+    [if condition]  scripts reject the flag if this does not hold, because the flag would have no effect. In
+                    a comment above settings, the rule applies up to the next such comment
+    [fixed]         a resumed run cannot change the setting
+    [changeable]    a checkpoint can be loaded with another value of the field
+    [random]        the field makes training random; lab/check.py switches it off
 Settings are read from the source, so that --help and typos do not wait for slow imports.
 """
 import ast
@@ -26,7 +26,6 @@ import difflib
 import errno
 import functools
 import importlib
-import itertools
 import os
 import re
 import runpy
@@ -37,12 +36,10 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-PLAIN = bool, int, float, str, tuple, list, dict, type(None)  # types of settings
-CANNOT_WRITE = errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG
 
 
 def print0(*values):
-    """Prints on rank 0 only, at once. If nobody reads on (`| tee log` after Ctrl-C), the work continues."""
+    """Prints on rank 0. A closed pipe (`| tee log` after Ctrl-C) does not stop the script."""
     if os.environ.get('RANK', '0') == '0':
         try:
             print(*values, flush=True)
@@ -56,7 +53,7 @@ def duration(seconds):
 
 
 def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
-    """A module of a package that few need. Raises ImportError."""
+    """Imports an optional package. Raises ImportError that names the pip command."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -65,103 +62,99 @@ def package(name, need='published models need', install='safetensors tokenizers 
 
 # settings ---------------------------------------------------------------------------------------------------
 
-# Of a script or of GPTConfig:
-#     kinds    names of the types of its annotation, or the type of its default
-#     default  its value
-#     rules    the texts in brackets of its remark
-#     source   the lines that assign it, with the comments above them
+# kinds    names of types
+# rules    texts in brackets
+# source   its lines, and the comments above
 Setting = collections.namedtuple('Setting', 'kinds default rules source')
-SETTING = re.compile(r' *([a-z]\w*)(?:: (.+?))? = (.+?)(?:  +#(.*))?$')  # name: kinds = default  # remark
+SETTING = re.compile(r'''
+    ((?: ^\#.*\n | ^\n )*)                  # comments above
+    ^([a-z]\w*) (?:: \ (.+?))? \ =\ (.+?)   # name: kinds = default
+    (?:\ \ +\#(.* (?:\n\ {9,}\#.*)*))?$     # remark, which may continue on further lines
+''', re.M | re.X)
 
 
-@functools.cache
 def declared(path):
-    """{name: Setting} of a script, above configure(...), or of model.py's GPTConfig. Runs no code of it."""
-    lines = path.read_text('utf-8').splitlines()
-    body = ast.parse('\n'.join(lines)).body
+    """name -> Setting, for a script's settings or GPTConfig's fields. Does not run the file."""
+    text = re.sub(r'""".*?"""', '', path.read_text('utf-8'), flags=re.S)
+    fields = text.partition('class GPTConfig:')[2].partition('\n    def ')[0]
+    text = textwrap.dedent(fields) or re.split(r'^(?:.* = )?configure\(', text, flags=re.M)[0]
     settings = {}
-    before = 0
     group = []
-    for node in next((node.body for node in body if getattr(node, 'name', '') == 'GPTConfig'), body):
-        line = lines[node.lineno - 1]
-        source = '\n'.join(lines[before:node.end_lineno]).strip('\n')
-        before = node.end_lineno
-        if 'configure(' in line:
-            break
-        if not (match := SETTING.match(line)):
-            continue
-        name, kinds, default, remark = match.groups()
+    for match in SETTING.finditer(text):
+        above, name, kinds, default, remark = match.groups('')
         default = ast.literal_eval(default)
-        # 'bool | list[int]' -> bool, list; Literals and the names of tables stand for texts
+        # 'bool | list[int]' -> bool, list; the values of Literals and the keys of tables are texts
         kinds = re.sub(r"\[.*?\]|'", '', kinds or type(default).__name__)
         kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
-        if heading := re.findall(r'^ {,8}# .*', source.removesuffix(line), re.M):
-            group = re.findall(r'\[(if .+?)\]', heading[-1])
-        more = itertools.takewhile(lambda line: re.match(' {9,}#', line), lines[before:])  # of the remark
-        rules = re.findall(r'\[(.+?)\]', '\n'.join([remark or '', *more])) + group
+        if headings := re.findall('^# .*', above, re.M):
+            group = re.findall(r'\[(if .+?)\]', headings[-1])
+        rules = re.findall(r'\[(.+?)\]', remark) + group
         if {'int', 'float'} & {*kinds} and (default or 0) >= 0 and '>' not in {rule[0] for rule in rules}:
             rules.append('>= 0')
-        settings[name] = Setting(kinds, default, rules, source)
+        settings[name] = Setting(kinds, default, rules, match[0].strip('\n'))
     return settings
 
 
 def marked(path, mark):
-    """The settings of a script, or GPTConfig's fields, with this mark."""
+    """Names of the settings with this mark."""
     return [name for name, setting in declared(path).items() if mark in setting.rules]
 
 
 def fit(value, kinds):
-    """The value as one of the types named in kinds: itself, or an equal float, int or bool. Else ValueError.
-    """
-    if type(value).__name__.removesuffix('Type') in kinds:  # of None, NoneType
+    """The value, or the Python literal that it spells, as a type named in kinds: 1e6 may be an int. Raises
+    ValueError if no type fits."""
+    if isinstance(value, str):
+        spelled = {'true': 'True', 'false': 'False'}.get(value, value)
+        with contextlib.suppress(ValueError, SyntaxError, OverflowError):
+            return fit(ast.literal_eval(spelled), [kind for kind in kinds if kind != 'str'])
+    if type(value).__name__.removesuffix('Type') in kinds:  # None has NoneType
         return value
     for kind in float, int, bool:
         if kind.__name__ in kinds and type(value) in (int, float) and kind(value) == value:
             return kind(value)
-    raise ValueError(f'{value!r} does not fit')
-
-
-def parse(text, kinds):
-    """A flag's text, or True, as one of the types in kinds: a literal (3e-4, [1, 2]) before plain text."""
-    literal = {'true': 'True', 'false': 'False'}.get(text, text)
-    with contextlib.suppress(ValueError, SyntaxError, OverflowError):
-        return fit(ast.literal_eval(literal), [kind for kind in kinds if kind != 'str'])
-    return fit(text, kinds)
+    raise ValueError(f"{value!r} does not fit")
 
 
 TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True or False'}
 
 
-def checked(arg, name, value, known):
-    """The value of a setting in its type. Raises ValueError for an unknown name or a wrong type."""
+def checked(origin, name, value, known):
+    """The value in the setting's type. origin: file or flag. Raises ValueError."""
     if name not in known:
         near = difflib.get_close_matches(name, known)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
-        raise ValueError(f"{arg}: unknown setting {name!r}; {hint}")
+        raise ValueError(f"{origin}: unknown setting {name!r}; {hint}")
     kinds = known[name].kinds
     try:
-        return (parse if arg.startswith('-') else fit)(value, kinds)
+        return fit(value, kinds)
     except ValueError:
-        raise ValueError(f"{arg}: {name} must be {' or '.join(TYPES.get(kind, kind) for kind in kinds)}, got "
-                         f"{value!r}") from None
+        raise ValueError(f"{origin}: {name} must be {' or '.join(TYPES.get(kind, kind) for kind in kinds)}, "
+                         f"got {value!r}") from None
+
+
+def read_flag(flag, known):
+    """'--name=text' -> {name: value}"""
+    name, equals, text = flag.removeprefix('--').partition('=')
+    text = text if not text.startswith('~/') else os.path.expanduser(text)
+    return {name: checked(flag, name, text if equals else True, known)}
 
 
 def run_file(name, values):
-    """What a config file, plain Python that sees `values`, assigns. It is looked for here, then next to this
-    file."""
+    """Runs a config file, which can read `values`; returns the settings that it assigns, and its other
+    lower-case names with plain values."""
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
         raise ValueError(f"there is no config file {name}: neither here nor in {ROOT}")
-    sys.path.append(str(path.resolve().parent))  # it may import a mixer in a file next to it
-    # as builtins: the globals afterwards are what the file assigned
+    sys.path.append(str(path.resolve().parent))  # for imports of files next to it
+    # values are builtins, so that the file's globals are only what it assigned
     assigned = runpy.run_path(str(path), {'__builtins__': vars(builtins) | values})
+    plain = bool, int, float, str, tuple, list, dict, type(None)
     return {key: value for key, value in assigned.items() if key in values or (
-        key.islower() and not key.startswith('_') and type(value) in PLAIN)}
+        key.islower() and not key.startswith('_') and type(value) in plain)}
 
 
-@functools.cache
 def settings_of_scripts():
-    """The names of all scripts' settings and of GPTConfig's fields: a config file serves them all."""
+    """All names that a config file may assign."""
     paths = [*ROOT.glob('*.py'), *ROOT.glob('zoo/*.py'), *ROOT.glob('lab/*.py')]
     return {*declared(ROOT / 'model.py')} | {name for path in paths for name in re.findall(
         r'^([a-z]\w*)(?:: .+?)? = ', path.read_text('utf-8'), re.M)}
@@ -173,34 +166,31 @@ def show(label, values):
     print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
-# What configure has found:
-#     config      all settings of the script
-#     model_args  fields of GPTConfig that were given
-#     words       plain words of the command line
-#     given       name -> 'flags' or its config file, of all that was set, the last one last
-#     known       name -> Setting, of all that can be set
+# config      the script's settings
+# model_args  fields of GPTConfig that files and flags give
+# words       plain words of the command line
+# given       name -> 'flags' or a config file, in order
+# known       name -> Setting
 Configured = collections.namedtuple('Configured', 'config model_args words given known')
 
 
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, tunes=False, texts=False):
-    """Overrides a script's settings by config files and flags, and prints which.
+    """Overrides a script's settings by config files and flags, and prints them.
 
-    settings: the script's globals(). model_config: 'GPTConfig', if its fields in model.py are settings too.
-    words: how many plain words there may be. argv: another command line; the script's own if it is started.
-    default_file: for a command line without a config file, unless --init_from names a model. tunes: if it
-    names a model to fine-tune, the default file still gives the script's own settings. texts: whether .py
-    files are words, except in a folder named config. Raises ValueError for an unknown setting or file, or a
-    wrong type.
+    settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: how
+    many plain words are allowed. argv: a command line that is not the script's own. default_file: used if
+    the command line names no config file and no model; tunes: for a model, its settings of the script still
+    apply. texts: .py files outside of config/ are words. Raises ValueError for unknown settings and files,
+    and for wrong types.
     """
     launched = settings['__name__'] == '__main__'
     own = declared(Path(settings['__file__']))
     known = own | (declared(ROOT / 'model.py') if model_config else {})
-    values = {name: settings.get(name, setting.default) for name, setting in known.items()}
     if argv is None:
         argv = sys.argv[1:] if launched else []
     if launched:
         sys.excepthook = one_line_errors
-        sys.stdout.reconfigure(errors='replace')  # a terminal prints ? for a character that it lacks
+        sys.stdout.reconfigure(errors='replace')  # prints ? for a character that the terminal lacks
     if {'-h', '--help'} & {*argv}:
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
@@ -214,18 +204,23 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if (launched and default_file and (start == 'scratch' or tunes and start != 'resume')
             and all(arg.startswith('-') for arg in args)):
         args.insert(0, default_file)
+    values = {name: setting.default for name, setting in known.items()}
     given = {}
     for arg in args:
-        label = 'flags' if arg.startswith('-') else arg
-        assigned = read_flag(arg, known) if label == 'flags' else {
-            name: checked(arg, name, value, known) for name, value in run_file(arg, values).items()
-            if name in known or name not in settings_of_scripts()}
-        if arg == default_file and start not in ('scratch', 'auto'):
-            assigned = {name: assigned[name] for name in assigned if name in own}
+        if arg.startswith('-'):
+            label = 'flags'
+            assigned = read_flag(arg, known)
+        else:
+            label = arg
+            usable = known if arg != default_file or start in ('scratch', 'auto') else own
+            others = settings_of_scripts() - usable.keys()
+            assigned = {name: checked(arg, name, value, usable)
+                        for name, value in run_file(arg, values).items() if name not in others}
+            show(arg, assigned)
         values |= assigned
-        given = {name: given[name] for name in given if name not in assigned} | dict.fromkeys(assigned, label)
-        if label != 'flags':
-            show(label, assigned)
+        for name in assigned:
+            given.pop(name, None)
+            given[name] = label
     if flags := {name: values[name] for name in given if given[name] == 'flags'}:
         show('flags', flags)
     config = {name: values[name] for name in own}
@@ -233,16 +228,9 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     return Configured(config, {name: values[name] for name in given if name not in own}, plain, given, known)
 
 
-def read_flag(arg, known):
-    """'--name=text' -> {name: value}"""
-    name, equals, text = arg.removeprefix('--').partition('=')
-    text = text if not text.startswith('~/') else os.path.expanduser(text)
-    return {name: checked(arg, name, text if equals else True, known)}
-
-
 def unmet(rules, tables, values):
-    """The first condition of these rules' [if ...] that does not hold, or None. A condition is Python in
-    which `values` and `tables`, two dictionaries, have the names."""
+    """The first condition of an [if ...] rule that does not hold, or None. The keys of values and tables are
+    names in conditions."""
     for rule in rules:
         if rule.startswith('if ') and not eval(rule[3:], tables, values):
             return rule[3:]
@@ -250,46 +238,43 @@ def unmet(rules, tables, values):
 
 
 def check_values(settings, values, tables):
-    """Raises ValueError for a given value that breaks a rule. settings: from configure; values: of settings,
-    by name; tables: the script's globals()."""
+    """Raises ValueError if a given value breaks a rule. settings: from configure. tables: the script's
+    globals()."""
     for name in settings.given.keys() & values.keys():
         for rule in settings.known[name].rules:
             is_condition = re.match('[<>=!]|in ', rule) and values[name] is not None
             if is_condition and not eval(f'{name} {rule}', tables, values):
-                choices = eval(rule[3:], tables) if rule.startswith('in ') else ()
-                limits = f"one of {', '.join(map(str, choices))}" if choices else rule
-                raise ValueError(f"{name}={values[name]!r} is not supported: it must be {limits}")
+                if rule.startswith('in '):
+                    rule = f"one of {', '.join(map(str, eval(rule[3:], tables)))}"
+                raise ValueError(f"{name}={values[name]!r} is not supported: it must be {rule}")
 
 
 def check_effects(settings, values, tables):
-    """Raises ValueError for a flag that changes nothing with these values of settings, unless it restores a
-    default. Config files serve many runs: their lines may have no effect."""
+    """Raises ValueError if a flag has no effect with these values, unless it gives the default. Lines of
+    config files may have no effect, because the files serve many runs."""
     for name in settings.given.keys() & values.keys():
         setting = settings.known[name]
-        if settings.given[name] == 'flags' and values[name] != setting.default:
-            condition = unmet(setting.rules, tables, values)
-            if condition:
-                raise ValueError(f"--{name} has no effect: it needs {condition}")
+        if settings.given[name] == 'flags' and values[name] != setting.default and (
+                condition := unmet(setting.rules, tables, values)):
+            raise ValueError(f"--{name} has no effect: it needs {condition}")
 
 
 # errors -----------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def reading(path):
-    """Raises ValueError, with the file's name, for errors of a library that reads it."""
+    """Raises ValueError that names the file if a library cannot read it."""
     try:
         yield
     except Exception as error:
         if on_purpose(error) or getattr(error, 'filename', None):
             raise
-        raise ValueError(f"{path} is damaged or not such a file: {type(error).__name__}: {error!s:.150}"
-                         ) from error
+        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error!s:.150}") from error
 
 
 @contextlib.contextmanager
 def naming(fields):
-    """Raises ValueError that names the given fields of GPTConfig if torch raises an error while the model is
-    built or run."""
+    """Raises ValueError that names the given fields of GPTConfig if the model fails in torch."""
     try:
         yield
     except (TypeError, LookupError, RuntimeError, ArithmeticError) as error:
@@ -297,29 +282,24 @@ def naming(fields):
         raise ValueError(f"a model with these settings fails: {given}; {error!r:.200}") from error
 
 
-def is_ours(path):
-    """Whether a file is one of this repository."""
-    return Path(path).resolve().is_relative_to(ROOT)
-
-
 def on_purpose(error):
-    """Whether our own code raised this error for the user: the innermost frame is ours, at `raise`."""
+    """Whether a `raise` of this repository made this error."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (isinstance(error, (ValueError, OSError, ImportError)) and frame.line.startswith('raise ')
-            and is_ours(frame.filename))
+            and Path(frame.filename).resolve().is_relative_to(ROOT))
 
 
 def one_line_errors(kind, error, trace):
-    """The excepthook of a script: one line for what users can mend, else the traceback."""
+    """A script's excepthook: one line for errors that users can mend, else the traceback."""
     message = str(error)
     if kind is BrokenPipeError:
-        os._exit(141)  # of `| head`: no word, not even at exit
+        os._exit(141)  # `| head` has closed the pipe: print nothing, not even at exit
     elif kind is KeyboardInterrupt:
         message = 'interrupted'
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
         message = ('out of memory: lower --batch_size (train.py: and raise --gradient_accumulation_steps by '
                    'as much), --max_new_tokens or --procs')
-    elif getattr(error, 'errno', None) in CANNOT_WRITE:
+    elif getattr(error, 'errno', None) in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
         message = f"cannot write ({message}): free some space, or write elsewhere"
     elif not on_purpose(error):
         return sys.__excepthook__(kind, error, trace)
@@ -329,12 +309,11 @@ def one_line_errors(kind, error, trace):
 # the machine ------------------------------------------------------------------------------------------------
 
 def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
-    """Settles device and dtype, and seeds torch.
+    """Chooses device and dtype, and seeds torch.
 
-    device: see choose_device. dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, see
-    fastest_dtype. bound_by_memory: whether compiled steps, or weights in eight bits, generate text. Returns
-    device, device_type, dtype (torch's) and autocast (`with run.autocast():`). Raises ValueError for a device
-    that is not here or lacks the dtype.
+    dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether the
+    time to read weights dominates. Returns device, device_type, dtype (torch's) and autocast, a function
+    that returns a context. Raises ValueError if the device is not available or lacks the dtype.
     """
     import torch
     device = choose_device(device)
@@ -350,8 +329,7 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
     if dtype == 'float16' and kind != 'cuda':
         raise ValueError("dtype=float16 needs CUDA: use --dtype=auto, float32 or bfloat16")
     torch.set_float32_matmul_precision(matmul_precision(kind, dtype))
-    # torch.manual_seed would ask CUDA as well
-    (torch.default_generator if kind == 'cpu' else torch).manual_seed(seed)
+    torch.manual_seed(seed)
     print0(f"device {device} ({name}), dtype {dtype}")
     compute = getattr(torch, dtype)
     autocast = (contextlib.nullcontext if dtype == 'float32' else
@@ -360,8 +338,8 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
 
 
 def choose_device(device):
-    """'auto' (the best), 'cpu', 'cuda', 'cuda:1', 'mps' -> the device's name; each rank of torchrun has a GPU
-    of its own. Raises ValueError if there is none."""
+    """'auto', 'cpu', 'cuda', 'cuda:1', 'mps' -> the device's name; each rank of torchrun has its own GPU.
+    Raises ValueError if the device is not available."""
     import torch
     if device == 'auto':
         device = str(torch.accelerator.current_accelerator() or 'cpu')
@@ -376,9 +354,8 @@ def choose_device(device):
 
 
 def fastest_dtype(kind, bound_by_memory):
-    """bfloat16 if there are units for it, float16 on older GPUs, else float32. A CPU without units takes
-    twice as long in bfloat16 for many rows. But compiled steps that generate wait for weights, which have
-    half the bytes in bfloat16, and torch's kernel for eight bits is fast only in bfloat16."""
+    """bfloat16 if the hardware multiplies in it, else float16 (GPU) or float32. CPUs without bfloat16 units
+    use it if bound by memory: weights have half the bytes, and torch's int8 kernel is fast only in it."""
     import torch
     if kind == 'cuda':
         return 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
@@ -386,68 +363,69 @@ def fastest_dtype(kind, bound_by_memory):
 
 
 def cpu_has_bfloat16():
-    """Whether the CPU has units for bfloat16, without which torch multiplies up to 30 times slower in it."""
+    """Whether the CPU has bfloat16 units; without them bfloat16 matmuls are up to 30 times slower."""
     import torch
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def matmul_precision(kind, dtype):
-    """How float32 matmuls may be computed. On CUDA by TF32 in a float32 run; beside 16 bits routers and
-    states are float32 for a reason. On AMD's CPUs by oneDNN ('medium', exact there), in 0.4 of MKL's time; on
-    Intel's it takes 1.2 to 2 times as long, and rounds to bfloat16 with AMX."""
-    vendor = ''
+    """torch's setting for float32 matmuls: TF32 in float32 runs on CUDA; in 16-bit runs routers and states
+    need float32. 'medium' selects oneDNN: exact and 2.5 times as fast as MKL on AMD CPUs, but slower and
+    inexact on Intel's."""
+    cpu = ''
     with contextlib.suppress(OSError):
-        vendor = Path('/proc/cpuinfo').read_text('utf-8')
-    if kind == 'cpu' and 'AuthenticAMD' in vendor:
+        cpu = Path('/proc/cpuinfo').read_text('utf-8')
+    if kind == 'cpu' and 'AuthenticAMD' in cpu:
         return 'medium'
     return 'high' if (kind, dtype) == ('cuda', 'float32') else 'highest'
 
 
 def can_compile(device):
-    """Whether torch.compile works here, by a trial; if not, prints why. The real one then takes less time."""
+    """Whether torch.compile works here; if not, prints why."""
     import torch
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
-    except Exception as error:  # of torch, Triton, a compiler or the system
+    except Exception as error:  # from torch, Triton, a compiler or the system
         print0("running eagerly, which is slower: torch.compile needs a C and a C++ compiler and Python.h "
-               f"(Debian: build-essential, python3-dev), and says: {error!r:.200}")
+               f"(Debian: build-essential, python3-dev); it reports {error!r:.200}")
         return False
     return True
 
 
 def resolve_compile(compile, device, flops):
-    """compile='auto' -> bool. flops: of this rank's run. Compiling takes about 40 seconds. Without it the
-    FLOPs below take about two minutes on a GPU or on two CPU cores."""
+    """compile='auto' -> bool. flops: FLOPs of this rank's run. Compiling takes 40 seconds; the limits are two
+    minutes of uncompiled training on a GPU or two CPU cores."""
     if compile != 'auto':
         return compile
     return device != 'mps' and flops > (4e15 if 'cuda' in device else 1.4e13) and can_compile(device)
 
 
 def compile_model(model, device):
-    """The model compiled, to be called as model(idx, targets) is; the model itself is not changed."""
+    """A compiled callable with the arguments of model(...); the model does not change."""
     import torch
-    # a CPU draws eager's random numbers, which is fast there
+    # the random numbers of uncompiled code are fast on a CPU
     return torch.compile(model, dynamic=False,
                          options=None if 'cuda' in device else {'fallback_random': True})
 
 
 def keep_freed_memory(below=1 << 30):
-    """Makes glibc keep freed blocks of less than `below` bytes: a training step on a CPU that maps its memory
-    anew takes 1.25 times as long. The kept blocks leave gaps, a quarter to twice as much memory again."""
-    with contextlib.suppress(AttributeError, TypeError):  # glibc alone has mallopt
+    """Makes glibc keep freed blocks of less than `below` bytes. Training steps on a CPU would take 25% longer
+    otherwise; gaps between kept blocks take 25% to 100% more memory."""
+    with contextlib.suppress(AttributeError, TypeError):  # only glibc has mallopt
         # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
         for option, value in (-3, below), (-1, 2**31 - 1), (-2, 64 << 20):
             ctypes.CDLL(None).mallopt(option, value)
 
 
-PEAK_TFLOPS = {  # by part of the device's name: dense, 16 bits, sums in float32, from data sheets
+# by part of the device's name; data sheets' dense 16-bit matmuls with float32 sums
+PEAK_TFLOPS = {
     'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'L40S': 362, 'V100': 125, 'T4': 65,
     'RTX 4090': 165, 'RTX 3090': 71,
 }
 
 
 def peak_flops(device, dtype):
-    """FLOP/s of the device at 16 bits, or None if unknown."""
+    """16-bit FLOP/s of the device, or None if unknown."""
     import torch
     if 'cuda' not in device or dtype == torch.float32:
         return None
@@ -456,7 +434,7 @@ def peak_flops(device, dtype):
 
 
 def peak_mb(device):
-    """Peak memory of the CUDA device, or of this process; None on Windows."""
+    """Peak memory of the CUDA device, or of this process, in MiB; None on Windows."""
     if 'cuda' in device:
         import torch
         return torch.cuda.max_memory_allocated(device) / 2**20

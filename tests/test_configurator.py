@@ -1,12 +1,12 @@
-"""Settings from files and flags, errors told in one line, and the machine."""
+"""Settings from files and flags, errors in one line, and the machine."""
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import runpy
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -70,7 +70,7 @@ not_a_setting = 3
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """A function: command line -> the globals of a script that is started with it, in a folder of its own."""
+    """A function: command line -> the globals of a script that is started with it in a new folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'config').mkdir()
     (tmp_path / 'config/default.py').write_text('max_iters = 7\nn_embd = 8\n')
@@ -84,10 +84,8 @@ def script(tmp_path, monkeypatch):
     (tmp_path / 'train.py').write_text("eval_iters: int = 200\nconfigure(globals())\n")
 
     monkeypatch.setattr(configurator, 'ROOT', tmp_path)
-    configurator.settings_of_scripts.cache_clear()
 
     def start(*argv, name='__main__'):
-        configurator.declared.cache_clear()
         monkeypatch.setattr(sys, 'argv', ['script.py', *argv])
         monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
         return runpy.run_path('script.py', run_name=name)
@@ -122,7 +120,7 @@ def test_typos_and_wrong_types_are_one_error(arg, message, script, tmp_path):
 
 
 def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch):
-    """A file computes, sees the settings so far, and may hold what other scripts own."""
+    """A config file can compute, and can read earlier settings."""
     found = script('--max_iters=5', '--n_layer=2', 'config/a.py', '--learning_rate=2', 'look')
     assert found['max_iters'] == 10 and found['out_dir'] == 'é' and found['decay_lr'] is False
     assert found['learning_rate'] == found['config']['learning_rate'] == 2.0 and found['words'] == ['look']
@@ -136,7 +134,7 @@ def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch
 
 
 def test_the_default_file_comes_first_unless_a_file_is_named(script):
-    """Nor where a run is resumed; and a model that is loaded has its own architecture."""
+    """A run that is resumed does not use it; a model that is loaded keeps its architecture."""
     found = script()
     assert found['max_iters'] == 7 and found['model_args'] == {'n_embd': 8}
     assert script('--init_from=gpt2', '--n_layer=3')['model_args'] == {'n_layer': 3}
@@ -176,7 +174,7 @@ def test_the_fields_of_our_model_are_read_as_they_are():
     ('--optimizer=sgd', 'optimizer=.sgd. is not supported: it must be one of adamw, muon'),
     ('--n_expert=-1', '>= 0'),
     ('--min_lr=None', None), ('--learning_rate=nan', 'a number, got')])
-def test_a_value_keeps_the_rules_of_its_line(arg, message, script):
+def test_values_must_fulfil_the_rules_of_their_line(arg, message, script):
     def check():
         found = script(arg)
         values = found['config'] | found['model_args']
@@ -187,7 +185,7 @@ def test_a_value_keeps_the_rules_of_its_line(arg, message, script):
         check()
 
 
-def test_a_config_file_imports_a_file_beside_it(script, tmp_path, monkeypatch):
+def test_a_config_file_imports_a_file_next_to_it(script, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, 'path', [*sys.path])
     (tmp_path / 'config/beside.py').write_text('WIDTH = 24\n')
     (tmp_path / 'config/b.py').write_text('from beside import WIDTH\nn_embd = WIDTH\n')
@@ -206,28 +204,19 @@ def test_flags_without_effect_are_rejected_and_config_files_serve_many_runs(scri
             configurator.check_effects(found['settings'], values, {})
 
 
-def test_marks_are_read_where_a_setting_is_declared():
-    assert configurator.marked(ROOT / 'train.py', 'fixed') == [
-        'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets']
-    assert configurator.marked(ROOT / 'model.py', 'changeable') == [
-        'block_size', 'dropout', 'rope_scaling', 'document_token', 'balance_per_sequence']
-
-
 def test_every_rule_of_ours_is_python():
-    """With the defaults of all settings each rule can be evaluated."""
+    """Each rule can be evaluated with the default settings."""
     for name in ('train', 'sample', 'prepare', 'bench', 'zoo/hub', 'lab/compare', 'lab/check'):
         path = ROOT / f'{name}.py'
         known = configurator.declared(path) | configurator.declared(ROOT / 'model.py')
         values = {name: setting.default for name, setting in known.items()} | {'mixer_pattern': 'A'}
         tables = {'OPTIMIZERS': {'adamw': 1}, 'SCHEDULES': {'cosine': 1}, 'TORCHRUN': False,
                   'SOURCES': prepare.SOURCES, 'train': train, 'command': 'train'}
-        for name, setting in known.items():
-            settings = configurator.Configured({}, {}, [], {name: 'flags'}, known)
-            configurator.check_values(settings, values, tables)
-            for rule in setting.rules:
-                assert re.match('fixed$|changeable$|random$|if |in |[<>=!]|att', rule)
-                if rule.startswith('if '):
-                    eval(rule[3:], tables, values)
+        settings = configurator.Configured({}, {}, [], known, known)
+        configurator.check_values(settings, values, tables)
+        for rule in itertools.chain(*(setting.rules for setting in known.values())):
+            assert re.match('fixed$|changeable$|random$|if |in |[<>=!]|att', rule)
+            configurator.unmet([rule], tables, values)
 
 
 NANOGPT = '''  # its train.py, without the sizes that GPTConfig owns
@@ -241,9 +230,9 @@ device = 'cuda'; dtype = 'bfloat16'; compile = True
 
 
 def test_nanogpts_settings_have_their_names_and_values():
-    theirs = {}
-    exec(NANOGPT, {}, theirs)
-    assert all(train.config[name] in (value, 'auto', None) for name, value in theirs.items())
+    expected = {}
+    exec(NANOGPT, {}, expected)
+    assert all(train.config[name] in (value, 'auto', None) for name, value in expected.items())
 
 
 # errors -----------------------------------------------------------------------------------------------------
@@ -252,21 +241,20 @@ def test_nanogpts_settings_have_their_names_and_values():
     ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot write ([Errno 28] No space left "
      "on device: '/tmp1'): free some space, or write elsewhere"),
     ("with configurator.reading('a.json'): int('{')",
-     "x.py: a.json is damaged or not such a file: ValueError: invalid literal for int() with base 10: '{'"),
+     "x.py: cannot read a.json: ValueError: invalid literal for int() with base 10: '{'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory: lower --batch_size (train.py: '
      'and raise --gradient_accumulation_steps by as much), --max_new_tokens or --procs'),
-    ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not named, not ours
-    ("configurator.fit(1, 2)", None), ("assert 1 > 2", None)])
+    ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not raised by our code
+    ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['/somewhere/x.py', '--start=no.txt'])
-    monkeypatch.setenv('RANK', '1')
     try:
         exec(compile(code, '/elsewhere/x.py', 'exec'), {**globals()})
     except BaseException as error:
         configurator.one_line_errors(type(error), error, error.__traceback__)
-    said = capsys.readouterr().err
-    assert said == line + '\n' if line else said.startswith('Traceback') and '/elsewhere/x.py' in said
+    printed = capsys.readouterr().err
+    assert printed == f'{line}\n' if line else 'Traceback' in printed and '/elsewhere/x.py' in printed
 
 
 @pytest.mark.parametrize('script', ['train', 'sample', 'prepare', 'bench', 'zoo/hub', 'lab/compare',
@@ -281,22 +269,18 @@ def test_help_and_typos_do_not_wait_for_torch(script, tmp_path):
     assert done.returncode and re.fullmatch(f'{name}.py: --no_such_setting=1: unknown.*\n', done.stderr)
 
 
-@pytest.mark.parametrize('name, said', [('print', b''), ('configurator.print0', b'on')])
-def test_a_closed_pipe_is_quiet(name, said):
+@pytest.mark.parametrize('name, printed', [('print', b''), ('configurator.print0', b'on')])
+def test_a_closed_pipe_is_quiet(name, printed):
     code = ("import sys, configurator; sys.excepthook = configurator.one_line_errors; "
             f"[{name}(*range(10**6)) for _ in range(2)]; sys.stderr.write('on')")
     done = subprocess.run(f'"{sys.executable}" -c "{code}" | head -c 1', shell=True, capture_output=True,
                           cwd=ROOT)
-    assert done.stdout == b'0' and done.stderr == said
+    assert done.stdout == b'0' and done.stderr == printed
 
 
 # the machine ------------------------------------------------------------------------------------------------
 
-def test_the_cpu_makes_no_call_to_cuda(monkeypatch):
-    """Not even to seed (nanoGPT #293, #708)."""
-    for name, value in vars(torch.cuda).items():
-        if isinstance(value, types.FunctionType) and value.__module__.startswith('torch.cuda'):
-            monkeypatch.setattr(torch.cuda, name, None)
+def test_runtime_seeds_and_casts_as_asked():
     run = runtime('cpu', 'bfloat16', seed=3)
     first = torch.rand(3)
     with run.autocast():
@@ -320,26 +304,24 @@ def test_each_rank_has_its_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize('device, dtype, message', [
-    ('cuda', 'auto', 'device=cuda is not available'), ('gpu', 'auto', 'device=gpu is not available'),
+    ('gpu', 'auto', 'device=gpu is not available'),
     ('cpu', 'float16', 'float16 needs CUDA')])
-def test_devices_and_dtypes_that_are_not_there(device, dtype, message):
-    if torch.cuda.is_available() and device == 'cuda':
-        pytest.skip('it is there')
+def test_unavailable_devices_and_dtypes(device, dtype, message):
     with pytest.raises(ValueError, match=message):
         runtime(device, dtype)
 
 
-def test_what_the_compiler_lacks_is_one_line(tmp_path):
+def test_a_missing_compiler_is_reported_in_one_line(tmp_path):
     env = {**os.environ, 'CXX': 'nonesuch', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path)}
     code = "import configurator; assert not configurator.can_compile('cpu')"
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=env, cwd=ROOT)
     assert re.fullmatch('running eagerly, .*C[+][+] compiler.*nonesuch.*\n', done.stdout), done.stderr
 
 
-@pytest.mark.parametrize('compile, device, flops, expected', [
-    ('auto', 'cpu', 5e13, True), ('auto', 'cpu', 1e12, False), ('auto', 'cuda:0', 5e13, False),
-    ('auto', 'cuda:0', 1e17, True), ('auto', 'mps', 1e17, False), (True, 'cpu', 1e9, True)])
-def test_long_runs_are_compiled(compile, device, flops, expected, monkeypatch):
+@pytest.mark.parametrize('device, flops, expected', [
+    ('cpu', 5e13, True), ('cpu', 1e12, False), ('cuda:0', 5e13, False), ('cuda:0', 1e17, True),
+    ('mps', 1e17, False)])
+def test_long_runs_are_compiled(device, flops, expected, monkeypatch):
     """The first run computes 5e13 FLOPs."""
     monkeypatch.setattr(configurator, 'can_compile', lambda device: True)
-    assert configurator.resolve_compile(compile, device, flops) == expected
+    assert configurator.resolve_compile('auto', device, flops) == expected
