@@ -7,14 +7,14 @@ A setting is a line above configure(...), or a field of GPTConfig in model.py:
     momentum = 0.95   # of Muon [< 1] [if optimizer == 'muon']
 
 Its type is its annotation, or the type of its default. Brackets in its remark are rules:
-    [< 1]           a condition for the value; [in TABLE] requires a key of the script's TABLE. A number must
-                    be at least 0, unless its default is negative or a rule begins with >
-    [if condition]  scripts reject the flag if this does not hold, because the flag would have no effect. In
-                    a comment above settings, the rule applies up to the next such comment
+    [< 1]           a condition for the value; [in TABLE] requires a key of the script's TABLE. Numbers must
+                    be at least 0, unless the default is negative or a rule begins with >
+    [if condition]  otherwise the flag has no effect and is an error. In a comment above settings, the rule
+                    applies up to the next such comment
     [fixed]         a resumed run cannot change the setting
     [changeable]    a checkpoint can be loaded with another value of the field
     [random]        the field makes training random; lab/check.py switches it off
-Settings are read from the source, so that --help and typos do not wait for slow imports.
+Settings are read from the source, so that --help and typos do not wait for imports.
 """
 import ast
 import builtins
@@ -140,8 +140,8 @@ def read_flag(flag, known):
 
 
 def run_file(name, values):
-    """Runs a config file, which can read `values`; returns the settings that it assigns, and its other
-    lower-case names with plain values."""
+    """Runs a config file, which can read `values`. Returns the settings that it assigns, and other lower-case
+    names with plain values."""
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
         raise ValueError(f"there is no config file {name}: neither here nor in {ROOT}")
@@ -166,7 +166,6 @@ def show(label, values):
     print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
-# config      the script's settings
 # model_args  fields of GPTConfig that files and flags give
 # words       plain words of the command line
 # given       name -> 'flags' or a config file, in order
@@ -250,8 +249,8 @@ def check_values(settings, values, tables):
 
 
 def check_effects(settings, values, tables):
-    """Raises ValueError if a flag has no effect with these values, unless it gives the default. Lines of
-    config files may have no effect, because the files serve many runs."""
+    """Raises ValueError if a flag has no effect with these values, unless it gives the default. Config files
+    serve many runs, so their lines may have no effect."""
     for name in settings.given.keys() & values.keys():
         setting = settings.known[name]
         if settings.given[name] == 'flags' and values[name] != setting.default and (
@@ -290,10 +289,10 @@ def on_purpose(error):
 
 
 def one_line_errors(kind, error, trace):
-    """A script's excepthook: one line for errors that users can mend, else the traceback."""
+    """A script's excepthook: one line for errors that users can mend, otherwise a traceback."""
     message = str(error)
     if kind is BrokenPipeError:
-        os._exit(141)  # `| head` has closed the pipe: print nothing, not even at exit
+        os._exit(141)  # `| head`: print nothing, not even at exit
     elif kind is KeyboardInterrupt:
         message = 'interrupted'
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
@@ -369,9 +368,9 @@ def cpu_has_bfloat16():
 
 
 def matmul_precision(kind, dtype):
-    """torch's setting for float32 matmuls: TF32 in float32 runs on CUDA; in 16-bit runs routers and states
-    need float32. 'medium' selects oneDNN: exact and 2.5 times as fast as MKL on AMD CPUs, but slower and
-    inexact on Intel's."""
+    """torch's setting for float32 matmuls. CUDA: TF32, except in 16-bit runs, where routers and states need
+    float32. AMD CPUs: 'medium' selects oneDNN, exact there and 2.5 times as fast as MKL; on Intel it is
+    slower and inexact."""
     cpu = ''
     with contextlib.suppress(OSError):
         cpu = Path('/proc/cpuinfo').read_text('utf-8')
