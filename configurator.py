@@ -318,16 +318,28 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
     device = choose_device(device)
     kind = device.partition(':')[0]
     name = f'{torch.get_num_threads()} threads'
+    fastest = 'float32'
+    precision = 'highest'
     if kind == 'cuda':
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name()
+        fastest = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
+        if dtype == 'float32':  # TF32; in 16-bit runs, routers and states need float32
+            precision = 'high'
     elif kind == 'cpu':
         keep_freed_memory()
+        # weights have half the bytes in bfloat16, and torch's int8 kernel is fast only in it
+        if bound_by_memory or cpu_has_bfloat16():
+            fastest = 'bfloat16'
+        # oneDNN: exact on AMD, and 2.5 times as fast as MKL; on Intel it is slower and inexact
+        cpu = Path('/proc/cpuinfo')
+        if cpu.exists() and 'AuthenticAMD' in cpu.read_text('utf-8'):
+            precision = 'medium'
     if dtype == 'auto':
-        dtype = fastest_dtype(kind, bound_by_memory)
+        dtype = fastest
     if dtype == 'float16' and kind != 'cuda':
         raise ValueError("dtype=float16 needs CUDA: use --dtype=auto, float32 or bfloat16")
-    torch.set_float32_matmul_precision(matmul_precision(kind, dtype))
+    torch.set_float32_matmul_precision(precision)
     torch.manual_seed(seed)
     print0(f"device {device} ({name}), dtype {dtype}")
     compute = getattr(torch, dtype)
@@ -352,31 +364,10 @@ def choose_device(device):
     return device
 
 
-def fastest_dtype(kind, bound_by_memory):
-    """bfloat16 if the hardware multiplies in it, else float16 (GPU) or float32. CPUs without bfloat16 units
-    use it if bound by memory: weights have half the bytes, and torch's int8 kernel is fast only in it."""
-    import torch
-    if kind == 'cuda':
-        return 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    return 'bfloat16' if kind == 'cpu' and (bound_by_memory or cpu_has_bfloat16()) else 'float32'
-
-
 def cpu_has_bfloat16():
     """Whether the CPU has bfloat16 units; without them bfloat16 matmuls are up to 30 times slower."""
     import torch
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
-def matmul_precision(kind, dtype):
-    """torch's setting for float32 matmuls. CUDA: TF32, except in 16-bit runs, where routers and states need
-    float32. AMD CPUs: 'medium' selects oneDNN, exact there and 2.5 times as fast as MKL; on Intel it is
-    slower and inexact."""
-    cpu = ''
-    with contextlib.suppress(OSError):
-        cpu = Path('/proc/cpuinfo').read_text('utf-8')
-    if kind == 'cpu' and 'AuthenticAMD' in cpu:
-        return 'medium'
-    return 'high' if (kind, dtype) == ('cuda', 'float32') else 'highest'
 
 
 def can_compile(device):

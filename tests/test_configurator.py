@@ -294,6 +294,7 @@ def test_each_rank_has_its_gpu(monkeypatch):
     monkeypatch.setattr(torch, 'empty', lambda *shape, device: None)
     monkeypatch.setattr(torch.accelerator, 'current_accelerator', lambda: torch.device('cuda'))
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda *_: 'H100')
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
     runtime('cuda:1', 'float32')
     assert torch.get_float32_matmul_precision() == 'high'
