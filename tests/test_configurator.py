@@ -185,13 +185,6 @@ def test_values_must_fulfil_the_rules_of_their_line(arg, message, script):
         check()
 
 
-def test_a_config_file_imports_a_file_next_to_it(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, 'path', [*sys.path])
-    (tmp_path / 'config/beside.py').write_text('WIDTH = 24\n')
-    (tmp_path / 'config/b.py').write_text('from beside import WIDTH\nn_embd = WIDTH\n')
-    assert script('config/b.py')['model_args']['n_embd'] == 24
-
-
 def test_flags_without_effect_are_rejected_and_config_files_serve_many_runs(script, tmp_path):
     (tmp_path / 'config/b.py').write_text('share = 0.4\nd_expert = 3')
     for args, message in ((['config/b.py', '--decay_lr=False'], None), (['--share=0.4'], None),
@@ -279,15 +272,6 @@ def test_a_closed_pipe_is_quiet(name, printed):
 
 
 # the machine ------------------------------------------------------------------------------------------------
-
-def test_runtime_seeds_and_casts_as_asked():
-    run = runtime('cpu', 'bfloat16', seed=3)
-    first = torch.rand(3)
-    with run.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-    runtime('cpu', 'float32', seed=3)
-    assert torch.equal(torch.rand(3), first)
-
 
 def test_each_rank_has_its_gpu(monkeypatch):
     chosen = []
