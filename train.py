@@ -806,6 +806,18 @@ def why_stop(signals, time_limit):
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
 
+def start_lora(model, config, source):
+    """Adds adapters to the model; returns what a checkpoint stores about them."""
+    from zoo.weights import start_lora
+    return start_lora(model, config, source)
+
+
+def shard_model(model, machine):
+    """Leaves each rank its part of the weights."""
+    from fsdp import shard_model
+    shard_model(model, machine)
+
+
 # main program -----------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
@@ -876,7 +888,6 @@ if __name__ == '__main__':
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
     lora = source.get('lora') if resumed else None
     if lora_rank and not resumed:
-        from zoo.weights import start_lora
         lora = start_lora(model, config, source)
     n_params = num_params(model)
     if checkpoint_activations:
@@ -885,7 +896,6 @@ if __name__ == '__main__':
         keep_freed_memory(below=2**20)
     shard = shard and RANKS > 1  # if resumed on one rank
     if shard:
-        from fsdp import shard_model
         shard_model(model, machine)
     model.to(device).train()
 

@@ -87,6 +87,7 @@ if __name__ == '__main__':
         print_table(f'rotary pair (base {kind[0]:g})', ['wavelength, tokens', 'with rope_scaling'], {
             f'{i}': [f'{n:,.1f}' for n in pair] for i, pair in enumerate(both)})
     print_table('tokens', ['MB of scores per layer and sequence'], {
-        f'{n:,}': [f'{model.config.n_head * n**2 * 4 / 1e6:,.1f}'] for n in (length, 4 * length, 16 * length)})
+        f'{n:,}': [f'{model.config.n_head * n**2 * 4 / 1e6:,.1f}']
+        for n in (length, 4 * length, 16 * length)})
     if png:
         draw(weights[layer], [repr(tokenizer.decode([i])) for i in ids[:-1]])

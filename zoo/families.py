@@ -286,6 +286,11 @@ def read_kimi_linear(c, args):
                     linear_conv_kernel_dim=linear['short_conv_kernel_size'])
 
 
+def check_mamba(c, args):
+    if c['time_step_limit'] not in (None, [0, float('inf')], [0, {'__float__': 'Infinity'}]):
+        refuse(c, time_step_limit=c['time_step_limit'])
+
+
 def read_granite_hybrid(c, args):
     if c['position_embedding_type'] != 'rope':
         args['pos'] = 'none'
@@ -655,6 +660,7 @@ add(
            'mlp.c_proj': 'feed_forward.w2'},
     rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256),
                 read_lfm2, write_lfm2), listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')))
+TIME_STEPS = Rule(dict(time_step_limit=None), check_mamba)
 MAMBA = dict(
     names={'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
            'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
@@ -669,7 +675,8 @@ MAMBA = dict(
     rules=(converted(
         'linear_value_head_dim', 'mamba_expand',
         lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
-        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2),))
+        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2),
+        TIME_STEPS))
 add(
     'bamba', like(FAMILIES['llama'], **MAMBA), 'BambaForCausalLM',
     fixed=dict(partial_rotary_factor=0.5, mixer_pattern='B'),
@@ -759,7 +766,7 @@ add(
            'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
            'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
     rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, num_hidden_layers=0),
-                read_nemotron_h, write_nemotron_h),
+                read_nemotron_h, write_nemotron_h), TIME_STEPS,
            shared_width('moe_shared_expert_intermediate_size')))
 add(
     'kimi_linear', 'deepseek_v3', 'KimiLinearForCausalLM', layers='KKKM',
@@ -1034,8 +1041,8 @@ HARMLESS = '''
     output_hidden_states output_router_logits partial_rotary_factor *_pdrop pretraining_tp qk_head_dim
     reorder_and_* rescale_prenorm_residual residual_in_fp32 return_dict rope_interleave rope_local_base_freq
     rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise seq_aux
-    skip_bias_add* *sliding_window* slow_but_exact summary_* task_* time_step_*
-    *_token *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version
+    skip_bias_add* *sliding_window* slow_but_exact summary_* task_* time_step_floor time_step_max
+    time_step_min *_token *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version
     use_double_wide_mlp use_mamba_kernels verbose vocab_size_per_layer_input z_loss_coefficient
     full_attn_mod inference_runner interpolate_factor layer_switch max_batch_size model_max_length
     order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
