@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, characters, tiktoken, tokenizer.json, BPE trained here; chats."""
+"""Converts text to token ids and back. Trains BPE tokenizers and renders chat templates."""
 import base64
 import collections
 import contextlib
@@ -16,15 +16,15 @@ import time
 import numpy as np
 
 EOT = '<|endoftext|>'  # the text of every tokenizer's end-of-text token
-CHUNK = 1 << 16        # characters that are encoded at a time
+CHUNK = 1 << 16        # characters that are encoded in one piece
 
-# Where a long text is cut: behind a letter or digit, before a space, a line end or a CJK stop. No pattern of
-# tiktoken's matches across such a place, nor does WORD_PATTERN. [^\W_] is \p{L} and \p{N}.
+# Long texts are cut between a letter or digit and a space, line end or CJK punctuation mark. No pattern of
+# tiktoken matches across such a place, nor does WORD_PATTERN. [^\W_] is \p{L} and \p{N}.
 CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')
 
 
 def pieces(blocks, can_cut=True):
-    """A text's blocks -> (piece, whether it is the last), of about CHUNK characters, or the whole text."""
+    """Yields (piece of about CHUNK characters, whether it is the last) of a text given in blocks."""
     text = ''
     start = CHUNK
     for block in blocks:
@@ -41,8 +41,8 @@ def pieces(blocks, can_cut=True):
 # many processes ---------------------------------------------------------------------------------------------
 
 def in_processes(procs, work, items):
-    """work(item) of every item, in order, in `procs` processes (None: one per core), or in this process if
-    there is only one item."""
+    """Yields work(item) for each item, in order, from `procs` processes (None: one per core). A single item
+    is done in this process."""
     if procs is None:
         procs = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     items = iter(items)
@@ -55,45 +55,45 @@ def in_processes(procs, work, items):
         try:
             yield from pool.imap(work_in_worker, items, chunksize=16)
         except Exception as error:
-            raise error.with_traceback(None)  # noqa: B904 - raised here, it counts as our own
+            raise error.with_traceback(None)  # noqa: B904  (gives a one-line message)
 
 
 def start_worker(work):
-    """Gives a new process its function, once. The process ends with the one that started it."""
+    """Gives a new process its function."""
     global work_of_worker
     work_of_worker = work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def end_with_parent():
-    """Ends this process, which may wait for a lock, when the one that started it has ended."""
+    """Ends this process when its parent has ended, even while it waits for a lock."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def work_in_worker(item):
-    """The function's result for an item."""
+    """The result for an item, in a worker."""
     return work_of_worker(item)
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-# The switch for thinking in chat templates: of Qwen3 and most, of MiniMind, of DeepSeek V3.1
+# names of the switch for thinking in chat templates: Qwen3 and most others, MiniMind, DeepSeek V3.1
 THINKING = 'enable_thinking', 'open_thinking', 'thinking'
-THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'  # the names of a message's thoughts in templates
-MARK = '\U0010ffff'  # Unicode's last noncharacter, which no text has: see as_text
+THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'  # names of a message's thoughts
+MARK = '\U0010ffff'  # a Unicode noncharacter, which no text contains; see as_text
 
 
 class Tokenizer:
-    """A kind adds encode_array (text -> ids, special tokens as plain text) and state (plain Python that
-    rebuilds it). eot: the id of end of text, or None; special: {text: id}."""
-    can_cut = True  # whether the pieces of a long text, which `pieces` cuts, have its ids
-    bos = ()  # the ids that documents and prompts begin with
+    """Subclasses add encode_array (text -> ids, with special tokens as plain text) and state (plain Python
+    values that rebuild the tokenizer). eot: the id of end of text, or None; special: {text: id}."""
+    can_cut = True  # whether cutting a text into `pieces` leaves its ids unchanged
+    bos = ()  # ids at the beginning of documents and prompts
     chat_template = None
-    chat_variables = {}  # of the template, like bos_token: {name: text}
-    eos_tokens = ()  # ids of further tokens that end a text, as published files list them
+    chat_variables = {}  # the template's variables, such as bos_token: {name: text}
+    eos_tokens = ()  # ids of further tokens that end a text
 
     def __init__(self, name, tokens, special):
         self.name = name
@@ -104,20 +104,20 @@ class Tokenizer:
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'
 
     def encode(self, text):
-        """text -> list of ids. Special tokens' texts become their ids."""
+        """text -> list of ids. Texts of special tokens become special tokens."""
         parts = re.split(f'({self.special_pattern})', without_surrogates(text))
         return [i for n, part in enumerate(parts)  # every second part is a special token
                 for i in ([self.special[part]] if n % 2 else
                           self.encode_array(part.replace(MARK, '')).tolist())]
 
     def as_text(self, value):
-        """A JSON value with a MARK inside each special token in its texts: encode then encodes these as
-        ordinary text, unlike the special tokens that a chat template adds."""
+        """A JSON value with MARK inserted into the special tokens in its texts. encode then treats them as
+        ordinary text, but not the special tokens that a chat template adds."""
         first = re.compile(f'(?={self.special_pattern})(.)', re.DOTALL)
         return json_value(value, lambda text: first.sub(rf'\1{MARK}', text))
 
     def decode_bytes(self, ids):
-        """Special tokens give their text, the ids that pad a vocabulary nothing."""
+        """ids -> bytes. Special tokens become their text; ids that only pad the vocabulary become nothing."""
         return b''.join(self.tokens.get(int(i), b'') for i in ids)
 
     def decode(self, ids):
@@ -125,16 +125,15 @@ class Tokenizer:
 
     @functools.cached_property
     def sizes(self):
-        """The bytes of text that each id stands for: 0 for special tokens and padding."""
+        """(n_vocab,): the bytes of text per id; 0 for special tokens and padding."""
         special = {*self.special.values(), self.eot}
         return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
 
     def render(self, messages, add_generation_prompt=True, tools=None, thinking=None):
-        """The text of [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders it.
-        tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template decides. A
-        template is jinja, or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use'. Raises
-        ValueError if there is none, or if the template fails or rejects these messages."""
-        import jinja2  # only chats need it
+        """The text of messages [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders
+        it. tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template
+        decides. Raises ValueError if there is no template, or if it fails or rejects the messages."""
+        import jinja2  # only chats need this package
         template = self.chat_template
         if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or prepare '
@@ -143,7 +142,7 @@ class Tokenizer:
             named = {entry['name']: entry['template'] for entry in template}
             template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
         messages = json_value(messages)
-        for one in messages:  # a template reads one of these names
+        for one in messages:  # the template may read any of these names
             if thoughts := next(filter(None, map(one.get, THOUGHTS)), None):
                 one.update(dict.fromkeys(THOUGHTS, thoughts))
         switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
@@ -151,38 +150,37 @@ class Tokenizer:
             return compile_template(template).render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **self.chat_variables, **switch)
-        except (jinja2.TemplateError, TypeError) as e:  # of its syntax, or a field that it does not find
+        except (jinja2.TemplateError, TypeError) as e:  # bad syntax, or a missing field
             raise ValueError(f'the chat template fails: {e!r:.200}') from e
 
     def to_json(self):
-        """A tokenizer.json, as text."""
+        """The text of a tokenizer.json."""
         from zoo.tokenizer_json import to_json
         return to_json(self)
 
     def chat(self, *args, **options):
-        """Conversations -> ids; see render."""
+        """Messages -> ids; see render."""
         return self.encode_chat(self.render(*args, **options))
 
     def encode_chat(self, text):
-        """The text of render -> ids, with nothing put around it."""
+        """A rendered text -> ids; adds no tokens at its ends."""
         return self.encode(text)
 
     @functools.cached_property
     def stop_tokens(self):
-        """eot, the special token that the chat template puts behind an answer, and eos_tokens."""
+        """eot, the special token that ends an answer in the chat template, and eos_tokens."""
         ends = [] if self.eot is None else [self.eot]
         answer = 'the answer'
         if self.chat_template:
             messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
-            with contextlib.suppress(Exception):  # chat() raises it
+            with contextlib.suppress(Exception):  # chat() will raise the error
                 after = self.render(messages, False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
         return tuple(dict.fromkeys([*ends, *self.eos_tokens]))
 
 
 def json_value(value, change=str):
-    """A JSON value with its texts changed by a function, and without the nulls with which parquet pads
-    objects."""
+    """A JSON value with `change` applied to its texts, and without nulls, with which parquet pads objects."""
     if isinstance(value, dict):
         return {change(key): json_value(one, change) for key, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -191,12 +189,12 @@ def json_value(value, change=str):
 
 
 def without_surrogates(text):
-    """Lone surrogates, which have no UTF-8, become U+FFFD, pairs of them one character."""
+    """Replaces lone surrogates, which UTF-8 cannot encode, by U+FFFD, and joins pairs."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and end of text."""
+    """256 bytes and end of text."""
     def __init__(self):
         super().__init__('byte', {i: bytes([i]) for i in range(256)}, {EOT: 256})
 
@@ -208,7 +206,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """chars[id] is a character."""
+    """One id per character; chars[id] is the character."""
     def __init__(self, chars, eot=None):
         self.chars = list(chars)
         self.ids = {char: i for i, char in enumerate(self.chars)}
@@ -226,7 +224,7 @@ class CharTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Byte-level BPE by tiktoken. ranks: `base64 rank` lines."""
+    """Byte-level BPE by tiktoken. ranks: lines of a base64 token and its rank."""
     def __init__(self, name, pattern, special, ranks, chat_template=None):
         import tiktoken
         self.pattern = pattern
@@ -246,7 +244,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def rank_table(ranks):
-    """{token: rank} -> `base64 rank` lines, by rank."""
+    """{token: rank} -> lines of a base64 token and its rank."""
     return ''.join(f'{base64.b64encode(token).decode()} {ranks[token]}\n'
                    for token in sorted(ranks, key=ranks.get))
 
@@ -255,13 +253,13 @@ def rank_table(ranks):
 
 @functools.cache
 def compile_template(template):
-    """A jinja2 Template in the environment that transformers gives to chat templates."""
+    """A jinja2 Template with the environment of chat templates in transformers."""
     import jinja2.sandbox
-    # {% generation %} ... {% endgeneration %} marks the assistant's words: a block with the same text
+    # {% generation %} blocks mark the assistant's words; {% with %} blocks have the same text
     template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
-        raise ValueError(f'the chat template says: {message}')
+        raise ValueError(f'the chat template rejects this: {message}')
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
     env.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
@@ -271,13 +269,13 @@ def compile_template(template):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 
-# GPT-4's words: cl100k_base's pattern as first published, which tiktoken, regex and tokenizers read alike
+# cl100k_base's pattern as first published; tiktoken, regex and tokenizers read it alike
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5))
-TRAINING_WORDS = 50_000_000  # from the beginning, that bpe:N learns from: about 250 MB
-LONGEST = 256               # bytes of a token
-WORDS_BYTES = 1 << 24       # of different words, the commonest, that train_bpe holds in memory
+TRAINING_WORDS = 50_000_000  # bpe:N learns from this many first words, about 250 MB
+LONGEST = 256               # bytes per token
+WORDS_BYTES = 1 << 24       # train_bpe uses this many bytes of the commonest words
 CHATML = ("{% if tools %}"
           "{{ '<|im_start|>system\n<tools>' + tools | tojson + '</tools><|im_end|>\n' }}{% endif %}"
           "{% for message in messages %}"
@@ -291,9 +289,8 @@ CHATML = ("{% if tools %}"
 
 
 def bpe_tokenizer(size, texts, procs=None):
-    """Byte-level BPE with a vocabulary of `size`, or less if the texts have fewer merges: the 256 bytes, the
-    merges in the order learned, BPE_SPECIAL. texts: iterables of blocks. Raises ValueError for an unusable
-    size."""
+    """A byte-level BPE tokenizer: 256 bytes, the merges as learned, BPE_SPECIAL. It has `size` tokens, or
+    fewer if the texts, iterables of blocks, have fewer merges. Raises ValueError for an unusable size."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise ValueError(f"tokenizer='bpe:{size}' is not supported: choose a vocabulary of {least} (256 "
@@ -307,7 +304,7 @@ def bpe_tokenizer(size, texts, procs=None):
 
 
 def count_words(texts, procs=None):
-    """{word: how often it occurs} in texts, iterables of blocks, up to TRAINING_WORDS."""
+    """{word: count} of the first TRAINING_WORDS words in texts, iterables of blocks."""
     counts = collections.Counter()
     n_words = 0
     texts = (piece for blocks in texts for piece, _ in pieces(blocks))
@@ -320,22 +317,23 @@ def count_words(texts, procs=None):
 
 
 def words_of(text):
-    """{word: how often it occurs} in a text."""
+    """{word: count} of a text."""
     import regex  # tiktoken needs it too
     return collections.Counter(regex.findall(WORD_PATTERN, text))
 
 
 def train_bpe(counts, n_merges):
-    """{word: how often} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
+    """{word: count} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
 
-    Up to n_merges times the commonest pair of neighbours within words becomes a token, from left to right; of
-    equally common pairs that of the lowest ids. Ends early if no pair that fits into a token occurs twice.
+    Up to n_merges times, the commonest pair of neighbouring tokens within words becomes a token, from left to
+    right; among equally common pairs the one with the lowest ids. Stops if no pair occurs twice. Tokens
+    have at most LONGEST bytes.
 
-    Once the younger of its tokens is made everywhere, a pair can only get rarer. So its places are found
-    then, and counted again whenever its old number brings it to the top of the heap.
+    A pair can only become rarer once both of its tokens exist. So its places are found then, and counted
+    again when it reaches the top of the heap.
     """
-    ids = [-1]     # where a token begins, its id; -1 on its other bytes, and between words
-    weight = [0]  # of each byte: how often its word occurs
+    ids = [-1]    # the token's id at its first byte; -1 at its other bytes, and between words
+    weight = [0]  # per byte: the count of its word
     for word in sorted(counts, key=lambda word: (-counts[word], word)):
         ids += [*word.encode()[:WORDS_BYTES], -1]
         weight += [counts[word]] * (len(ids) - len(weight))
@@ -343,22 +341,22 @@ def train_bpe(counts, n_merges):
             break
     ids = np.array(ids, np.int32)
     weight = np.array(weight)
-    begins = np.arange(len(ids), dtype=np.int32)  # where a token ends, the place where it begins
+    begins = np.arange(len(ids), dtype=np.int32)  # at a token's last byte: the place of its first byte
     tokens = [bytes([b]) for b in range(256)]
     sizes = np.ones(1 << 20, np.int32)
 
     def pairs_at(places):
-        """[(-number, pair, its places)] of the pairs that begin at these places and occur twice. A pair of
-        tokens is one number, first << 20 | second."""
+        """[(-count, pair, its places)] for pairs that begin at these places and occur twice. A pair of tokens
+        is the number first << 20 | second."""
         first = ids[places]
         pairs = first.astype(np.int64) << 20 | ids[places + sizes[first]]
-        order = np.argsort(pairs, kind='stable')  # the places of one pair remain sorted
+        order = np.argsort(pairs, kind='stable')  # keeps the places of one pair sorted
         pairs = pairs[order]
         places = places[order]
         starts = np.flatnonzero(np.diff(pairs, prepend=-1))
-        numbers = np.add.reduceat(weight[places], starts)
-        return [(-number, pair, its_places) for number, pair, its_places in zip(
-            numbers.tolist(), pairs[starts].tolist(), np.split(places, starts[1:])) if number > 1]
+        totals = np.add.reduceat(weight[places], starts)
+        return [(-count, pair, its_places) for count, pair, its_places in zip(
+            totals.tolist(), pairs[starts].tolist(), np.split(places, starts[1:])) if count > 1]
 
     heap = pairs_at(np.flatnonzero((ids[:-1] >= 0) & (ids[1:] >= 0)).astype(np.int32))
     heapq.heapify(heap)
@@ -370,20 +368,20 @@ def train_bpe(counts, n_merges):
         token = tokens[first] + tokens[second]
         new = len(tokens)
         places = places[(ids[places] == first) & (ids[places + width] == second)]
-        number = int(weight[places].sum())
-        if number != -old:
-            heapq.heappush(heap, (-number, pair, places))
+        count = int(weight[places].sum())
+        if count != -old:
+            heapq.heappush(heap, (-count, pair, places))
             continue
         if len(token) > LONGEST:
             continue
-        if first == second:  # places overlap, as in aaa: from the left, keep places that do not
-            kept = []
+        if first == second:  # in aaa places overlap: from the left, keep those that do not
+            separate = []
             end = 0
             for place in places.tolist():
                 if place >= end:
-                    kept.append(place)
+                    separate.append(place)
                     end = place + len(token)
-            places = np.array(kept)
+            places = np.array(separate)
         tokens.append(token)
         sizes[new] = len(token)
         before = begins[places - 1]
@@ -391,20 +389,20 @@ def train_bpe(counts, n_merges):
         ids[places] = new
         ids[places + width] = -1
         begins[after - 1] = places
-        # A left neighbour that was merged too has -1 there: their pair is found at its own place.
+        # a left neighbour that was just merged has -1 there; its own place yields the pair
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
     return tokens
 
 
-# tokenizers by name, and as they are stored -----------------------------------------------------------------
+# tokenizers by name and by state --------------------------------------------------------------------------
 
-KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer}  # and json, in zoo/
+KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer}  # json is in zoo/
 
 
 def make_tokenizer(name, texts=(), by_document=False, training=(), procs=None):
-    """A tokenizer for new data, from texts, iterables of blocks, or one that exists already. training: the
-    texts that bpe:N learns from. by_document: whether char needs an end-of-text token."""
+    """The tokenizer that a name stands for. texts: iterables of blocks, whose characters char gets.
+    by_document: whether char gets an end-of-text token. training: the texts from which bpe:N learns."""
     if name == 'byte':
         return ByteTokenizer()
     if name == 'char':
@@ -419,7 +417,7 @@ def make_tokenizer(name, texts=(), by_document=False, training=(), procs=None):
 
 
 def tiktoken_tokenizer(name):
-    """The tiktoken encoding of this name. tiktoken downloads its table once."""
+    """A tiktoken encoding; tiktoken downloads its table once."""
     import requests
     import tiktoken
     names = tiktoken.list_encoding_names()
@@ -435,7 +433,7 @@ def tiktoken_tokenizer(name):
 
 
 def tokenizer_from_state(state):
-    """The tokenizer whose state() this is, without files or network."""
+    """Rebuilds a tokenizer from its state(), without files or network."""
     state = dict(state)
     kind = state.pop('kind')
     if kind == 'json':

@@ -427,7 +427,7 @@ def test_a_conversation_that_the_template_rejects_is_named_or_left_out(prep):
     for n in (1, 2):
         write_jsonl('chats.jsonl', good[:5] + bad + good[5:])
         message = prep(f'chats.jsonl --tokenizer=tok --procs={n}')[1]
-        assert 'chats.jsonl, record 6, the chat template says: roles must alternate: ' in message
+        assert 'chats.jsonl, record 6, the chat template rejects this: roles must alternate: ' in message
         assert not prep(f'chats.jsonl --tokenizer=tok --procs={n} --errors=ignore')[1]
     text = ''.join(tok.decode(prep_ids('data/chats', split)) for split in SPLITS)
     assert text.count('<|im_start|>user') == 30 and 'bad' not in text

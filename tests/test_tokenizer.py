@@ -65,8 +65,8 @@ def test_odd_text_and_ids():
 
 @pytest.mark.parametrize('name', ['byte', 'char', 'toy', 'gpt2', 'json'])
 def test_decoded_is_what_was_encoded(name, monkeypatch):
-    """Any text, whole and token by token, with the texts of special tokens as such or as plain text, before
-    and after a checkpoint."""
+    """Any text, whole and token by token, with special tokens as tokens or as plain text, before and after a
+    checkpoint."""
     rng, marks = random.Random(0), [EOT, EOT[:5], '|>', ' ', '\n', 'ab']
     texts = [''.join(rng.choice([*marks, chr(rng.randrange(0xd800)), chr(rng.randrange(0xe000, 0x110000))])
                      for _ in range(rng.randrange(30))) for _ in range(200)]
@@ -113,8 +113,8 @@ AWKWARD = [
 @pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'tekken', 'falcon', 'llama2',
                                   'mistral', 'added', 'minimind'])
 def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, monkeypatch):
-    """Whole documents and pieces of them, special tokens as text and as tokens, between what transformers
-    puts before a text and the end of text; and back, token by token, where the library itself finds back."""
+    """Whole documents and pieces, special tokens as text and as tokens, with what transformers puts
+    around a text. Decodes token by token if the library's own ids decode to the text."""
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 200)
     library = oracle(name)
     end = '</s>' if library.token_to_id('</s>') else EOT
@@ -132,7 +132,7 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
         prepare.write_dataset(tmp_path / how, prepare.split_texts(source, 0.1, whole), tok, 'x', 1,
                               special_tokens=how)
         wanted = [theirs(text, split_special_tokens=how == 'text')['input_ids'] for text in texts if text]
-        for one in wanted:  # a text may begin and end with them
+        for one in wanted:  # the text may begin and end with these tokens itself
             del one[:len(tok.bos) * (one[1:2] == list(tok.bos))]
             one += [theirs.eos_token_id][one[-1:] == [theirs.eos_token_id]:]
         for split in ('train', 'val'):
@@ -159,7 +159,7 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
 @pytest.mark.parametrize('name', ['gpt2', 'gpt2 normalized', 'gpt2 prefix', 'qwen', 'deepseek', 'falcon',
                                   'llama2', 'mistral', 'added', 'minimind'])
 def test_special_tokens_in_a_message_are_text_and_those_of_its_template_are_not(name):
-    """As by a tokenizer whose special tokens have other names, which the template has but no message."""
+    """The oracle renames the special tokens, so that only the template can contain them."""
     spec = json.loads(oracle(name.partition(' norm')[0]).to_str())
     specials = [token for token in spec['added_tokens'] if token['special']]
     for token in specials:
@@ -188,12 +188,12 @@ def test_special_tokens_in_a_message_are_text_to_tables_too():
         plain = tok.encode_array(text).tolist()
         assert tok.encode(f'{EOT}{tok.as_text(text)}{EOT}c') == [tok.eot, *plain, tok.eot, *tok.encode('c')]
     tok = TiktokenTokenizer('x', prep_toy_bpe().pattern, {'<a>': 265, 'a>b': 266}, prep_toy_bpe().ranks)
-    assert max(tok.encode(tok.as_text('<a>b'))) < 256  # also where they overlap
+    assert max(tok.encode(tok.as_text('<a>b'))) < 256  # also if they overlap
     assert make_tokenizer('char', 'abc').as_text(['abc', {'a': None, 'b': 3}]) == ['abc', {'b': 3}]
 
 
 def test_tokenizer_json_of_other_kinds():
-    """Unigram models, gaps in the ids, truncation and padding that are set in the file, special names."""
+    """Unigram models, gaps in the ids, truncation and padding set in the file, other special names."""
     tk = pytest.importorskip('tokenizers')
     pieces = [('<unk>', 0.0), ('▁', -2.0), ('▁a', -1.0), ('b', -1.5), ('▁ab', -1.2), ('<0x0A>', -9.0)]
     library = tk.Tokenizer(tk.models.Unigram(pieces, 0, True))
@@ -213,9 +213,6 @@ def test_tokenizer_json_of_other_kinds():
     text = 'more than three tokens, no padding'
     assert ours.encode(text) == tok_oracles()['gpt2'].encode(text).ids
     assert JsonTokenizer(json.dumps(spec)).eot == ours.special[EOT]
-    words = tk.Tokenizer(tk.models.WordLevel({'a': 0, 'b': 1}, unk_token='a'))
-    with pytest.raises(ValueError, match='unsupported model WordLevel'):
-        JsonTokenizer(words.to_str())
 
 
 def test_text_is_not_cut_where_a_token_reaches_across():
@@ -245,9 +242,7 @@ def test_exported_tokenizers_encode_the_same(name, monkeypatch):
     for part in [*parts, f'a{EOT}b']:
         ids = ours.encode(part)
         assert theirs.encode(part).ids == ids and theirs.decode(ids, skip_special_tokens=False) == part
-    again = JsonTokenizer(ours.to_json())
-    assert (again.n_vocab, again.special, again.eot) == (ours.n_vocab, ours.special, ours.eot)
-    if name == 'toy':  # tables that were not learnt: no merge of two makes qrs, and xy comes after xyz
+    if name == 'toy':  # tables that were not learned: no merge gives qrs, and xy comes after xyz
         n, text = ours.n_vocab, 'qrs axyz qrs'
         ranks = ours.ranks + ''.join(f'{base64.b64encode(token).decode()} {n + i}\n'
                                      for i, token in enumerate([b'qrs', b'xyz', b'xy']))
@@ -282,7 +277,7 @@ CHATS = [[{'role': 'user', 'content': 'Hi, who are <you>?'}],
 
 @pytest.mark.parametrize('name', [*CHAT_TEMPLATES, 'named', 'file', 'minimind'])
 def test_chats_are_rendered_as_by_transformers(name, tmp_path):
-    """The same text and ids, for templates in tokenizer_config.json, one of several there, or in a file."""
+    """The template is in tokenizer_config.json, one of several there, or in a file."""
     library = oracle(name if name == 'minimind' else 'llama2')
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<s>', 'eos_token': {
         '__type': 'AddedToken', 'content': '</s>', 'lstrip': False, 'rstrip': False, 'normalized': False,
@@ -326,7 +321,7 @@ def test_thoughts_have_the_name_that_the_template_reads(given, read):
 
 
 @pytest.mark.parametrize('template, message', [
-    ("{{ raise_exception('it cannot be') }}", 'the chat template says: it cannot be'),
+    ("{{ raise_exception('it cannot be') }}", 'the chat template rejects this: it cannot be'),
     ('{{ messages.append(1) }}', 'unsafe'), ('{% for i in range(10**9) %}{% endfor %}', 'Range too big'),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", 'unsafe'),
     ("{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", 'unsafe'),
@@ -370,7 +365,7 @@ def bpe_of(text, size, **more):
 
 @pytest.mark.parametrize('alphabet', ['a', 'ab', 'abc é', 'é🙂\0中\u0301'])
 def test_bpe_learns_what_a_naive_reference_learns(alphabet):
-    """Few letters give many ties and pairs that overlap themselves; tiktoken then encodes as was trained."""
+    """Few letters give many ties and overlapping pairs. tiktoken then encodes the same way."""
     for seed in range(60):
         rng = random.Random(seed)
         length, often, n = rng.choice([3, 12, 60]), rng.choice([1, 2, 9]), rng.randint(0, 40)
@@ -385,9 +380,9 @@ def test_bpe_learns_what_a_naive_reference_learns(alphabet):
 
 
 def test_bpe_of_a_text_is_that_of_its_words(monkeypatch):
-    """Cut as GPT-4's encoding cuts, in pieces and processes as in one; special tokens come last."""
+    """Words are those of cl100k_base, in any number of pieces and processes; special tokens come last."""
     regex = pytest.importorskip('regex')
-    text = tok_texts()[0][:20_000] + prep_awkward(2000) + 'end'  # space at the end is cut otherwise there
+    text = tok_texts()[0][:20_000] + prep_awkward(2000) + 'end'  # spaces at the end differ
     words = regex.findall(prep_patterns()['cl100k_base'], text)
     assert regex.findall(WORD_PATTERN, text) == words
     learnt, _ = naive_bpe({word: words.count(word) for word in words}, 36)
@@ -404,14 +399,11 @@ def test_bpe_of_a_small_text_has_a_smaller_vocabulary():
     tok = bpe_of('abab ' * 9 + 'xyz', 5000)
     assert tok.n_vocab == 8 + len(train_bpe({'abab': 1, ' abab': 8}, 99))
     assert bpe_of('some text', 264).encode('some') == [*b'some']
-    for kind, part in ('bpe:263', r'264 \(256 bytes, 8 special tokens\)'), ('bpe', 'bpe:4096'):
-        with pytest.raises(ValueError, match=part):
-            make_tokenizer(kind)
 
 
 def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch):
     word = ''.join(random.Random(0).choices('acgt', k=200_000))
-    assert bpe_of(word + 'a' * 100_000, 1000).n_vocab == 1000  # not in hours
+    assert bpe_of(word + 'a' * 100_000, 1000).n_vocab == 1000  # takes seconds, not hours
     assert train_bpe({'a' * 5000: 1}, 99)[256:] == [b'a' * 2**i for i in range(1, 9)]  # 256 bytes at most
     monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 40)
     assert train_bpe({'gh' * 9: 5, 'ef' * 9: 4, 'cd' * 9: 3, 'ab' * 99: 2}, 2)[256:] == [b'gh', b'ghgh']
