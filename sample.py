@@ -1,7 +1,7 @@
 """
 Generates text from a checkpoint.
 
-    python sample.py                                        # reads out/
+    python sample.py                                        # from out/
     python sample.py --out_dir=out-x --start='def ' --num_samples=3 --max_new_tokens=200
     python sample.py --start=FILE:prompt.txt --temperature=0  # greedy
     python sample.py --init_from=Qwen/Qwen3-0.6B --stop="['\\n\\n', 'def ']"  # a published model
@@ -33,37 +33,37 @@ from configurator import (
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
-out_dir = 'out'             # a folder of train.py; its best.pt if there is one, else its ckpt.pt
-block_size: int | None = None  # another context; a larger one needs relative positions [>= 2]
+out_dir = 'out'             # a run's folder; best.pt is preferred to ckpt.pt
+block_size: int | None = None  # another context [>= 2]
 rope_scaling: dict | None = None  # for a larger context: {'rope_type': 'linear', 'factor': 4.0}
 # text
-start = '\n'                # the prompt; FILE:name, LINES:name (one prompt per line), - (standard input)
-num_samples = 3             # samples per prompt; chat gives one answer [>= 1]
+start = '\n'                # a prompt, FILE:name or LINES:name (one prompt per line)
+num_samples = 3             # samples per prompt [>= 1]
 max_new_tokens = 500        # tokens per sample [>= 1]
 batch_size = 64             # samples generated at once [>= 1]
-output = ''                 # a new file for the samples as JSON lines [if not chat or start != '\n']
-stop: str | tuple | list = ()  # a text that ends a sample, or a list of texts
+output = ''                 # a new file for JSON lines [if not chat or start != '\n']
+stop: str | tuple | list = ()  # a text, or several, that end a sample
 # conversation
-chat = False                # answer questions that you type, or those of start
+chat = False                # answer questions
 # further settings of conversations [if chat]
 system = ''                 # the system message
-thinking: bool | None = None  # whether to think first; None: the chat template decides
+thinking: bool | None = None  # None: the chat template decides
 # sampling
-temperature = 0.8           # below 1: less random; above 1: more random; 0: always the most likely token
+temperature = 0.8           # 0: always the most likely token
 # limits of sampling [if temperature]
-top_k: int | None = 200     # only the k most likely tokens; 0 or None: all
-top_p = 1.0                 # only the most likely tokens, up to this total probability [> 0] [<= 1]
+top_k: int | None = 200     # only the k most likely tokens; None: all
+top_p = 1.0                 # only the most likely tokens up to this total probability [> 0] [<= 1]
 min_p = 0.0                 # only tokens at least this likely relative to the most likely [<= 1]
 # others
-repetition_penalty = 1.0    # divides positive logits of earlier tokens, multiplies negative ones [> 0]
-seed = 1337                 # seed of sampling
+repetition_penalty = 1.0    # lowers logits of earlier tokens [> 0]
+seed = 1337
 # speed
-quantize = ''               # int8: large weights in 8 bits [in ('', 'int8')]
-speculate: int | None = None  # draft tokens per step, copied from earlier text
+quantize = ''               # int8 weights [in ('', 'int8')]
+speculate: int | None = None  # draft tokens per step, from earlier text
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
-dtype = 'auto'              # float32, bfloat16, float16; auto: the fastest one on this machine
-compile = False             # torch.compile; takes 1 to 2 minutes
+dtype = 'auto'              # float32, bfloat16, float16; auto: the fastest
+compile = False             # takes 1 to 2 minutes
 settings = configure(globals())
 config = settings.config
 
@@ -76,19 +76,18 @@ from tokenizer import tokenizer_from_state
 
 # checkpoints ------------------------------------------------------------------------------------------------
 
-# A checkpoint is a dict, written by train.py; best.pt lacks optimizer and scaler. nanoGPT's has config,
-# model_args, model, optimizer, iter_num and best_val_loss. `load` adds the last two keys.
+# A checkpoint of train.py is a dict. best.pt lacks optimizer and scaler; `load` adds the last two keys.
 #
 #     model              name -> tensor; with lora only the adapters
 #     model_args         the fields of GPTConfig
 #     config             train.py's settings
 #     tokenizer          its state(), or None
-#     masked             whether the model was trained on conversations
+#     masked             whether it was trained on conversations
 #     data               meta.json of its dataset
 #     lora               None, or rank, alpha, targets, base (a model) and base_checksum
-#     kept               the iterations of the run's ckpt-<iteration>.pt
-#     family             the published family that an export is written as, or None
-#     optimizer, scaler  parameter name -> its optimizer state; state_dict() of the scaler
+#     kept               iterations of ckpt-<iteration>.pt
+#     family             the published family of an export, or None
+#     optimizer, scaler  parameter name -> its state; state_dict()
 #     iter_num, ...      NUMBERS of train.py
 #     path               the file or folder
 #     no_tokenizer       why there is no tokenizer
@@ -99,13 +98,12 @@ CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
 
 
 def read_checkpoint(path):
-    """Reads the dict of a train.py or nanoGPT checkpoint; runs no code from it. Raises FileNotFoundError, or
-    ValueError for any other kind of file."""
+    """The dict of a train.py or nanoGPT checkpoint. Raises FileNotFoundError, or ValueError for others."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
                                 "--out_dir or --init_from")
     with reading(path):
-        # mmap: a rank of a sharded model reads only its part; Windows could not replace a mapped file
+        # mmap: a rank reads only its shard; Windows cannot replace mapped files
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
         state = checkpoint['model']
         args = checkpoint['model_args']
@@ -121,7 +119,7 @@ def read_checkpoint(path):
 
 
 def checksum(path):
-    """The sum of a checkpoint's weights, read as integers; None for a published model."""
+    """The sum of a checkpoint's weight bits; None for a published model."""
     if is_published(path):
         return None
     return sum(w.float().view(torch.int32).sum().item() for w in read_checkpoint(path)['model'].values())
@@ -129,7 +127,7 @@ def checksum(path):
 
 def from_state(state, model_args, **changes):
     """Builds a model from a state dict and GPTConfig's fields. changes: fields in CHANGEABLE. Raises
-    ValueError for an impossible config, RuntimeError for missing weights or other shapes."""
+    RuntimeError for missing weights or other shapes."""
     config = changed(GPTConfig(**model_args), **changes)
     if 'wpe.weight' in state:
         state = state | {'wpe.weight': state['wpe.weight'][:config.block_size]}
@@ -209,9 +207,9 @@ def uniforms(seed, sample, position, count):
 def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
                  seen=None):
     """Draws a token from logits (..., V) by inverting their distribution function at u (...) in [0, 1).
-    Returns (...) int64 on u's device, -1 for logits that hold NaN. The order is: CTRL's repetition penalty
-    (arXiv:1909.05858) on tokens marked in `seen` (..., V) bool, temperature, exactly top_k, top_p
-    (arXiv:1904.09751), min_p (arXiv:2407.01082)."""
+    Returns (...) int64 on u's device, -1 for logits that hold NaN. Applies in this order:
+    CTRL's repetition penalty (arXiv:1909.05858) on tokens marked in `seen` (..., V) bool, temperature, top_k,
+    top_p (arXiv:1904.09751), min_p (arXiv:2407.01082)."""
     logits = logits.to(u.device)
     if repetition_penalty != 1:
         penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
@@ -223,7 +221,7 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     if top_k or top_p < 1:
         highest, ids = logits.topk(min(top_k or n_vocab, n_vocab), dim=-1)
         probs = highest.softmax(dim=-1)
-        if top_p < 1:  # keep a token if more likely ones do not reach top_p
+        if top_p < 1:  # keep tokens until top_p is reached
             probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
         ids, order = ids.sort(dim=-1)
         probs = probs.gather(-1, order)
@@ -258,16 +256,16 @@ def compile_step(model, cache):
 
 @functools.lru_cache(maxsize=1)
 def compiled(model, versions):
-    """The compiled `step` of a model whose weights have these (address, version) pairs."""
+    """The compiled `step` for weights with these addresses and versions."""
     from torch._inductor import config as inductor
-    torch.compiler.reset()  # frees the step of other weights
-    torch._dynamo.config.recompile_limit = 64  # one per shape of the cache; the default is 8
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 64  # one per shape of the cache
     device = model.wte.weight.device
     # a CUDA graph holds experts only if a single matmul computes them all (Hopper, Blackwell)
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     whole = all(native and module.has_kernel(model.compute_dtype(), device.type)
                 for module in model.modules() if hasattr(module, 'has_kernel'))
-    # coordinate_descent_tuning turns products with one row into sums, which read int8 weights directly
+    # coordinate_descent_tuning lets products with one row read int8 weights directly
     run = torch.compile(step, dynamic=False, fullgraph=whole, options={
         'triton.cudagraphs': whole and device.type == 'cuda', 'coordinate_descent_tuning': True})
     return inductor.patch(FREEZING)(run) if whole and device.type == 'cpu' else run
@@ -284,7 +282,7 @@ PREFILL = 8192  # tokens, with padding, that one forward pass of a prompt reads
 
 
 def prefill(model, contexts, cache, rows):
-    """Feeds lists of ids to rows of a cache, except the first ids, if the cache holds them already."""
+    """Feeds lists of ids to rows of a cache, except first ids that the cache holds."""
     part = cache
     if len(rows) < len(cache.length):
         part = model.make_cache(len(rows), cache.max_len, cache.static, cache.rolling)
@@ -313,8 +311,8 @@ class Sample:
 
 
 def rows_to_fill(samples, waiting, size):
-    """Gives rows whose sample has ended the next waiting one, and crops contexts longer than `size` tokens to
-    their last half. Returns the rows whose context the cache does not hold."""
+    """Puts waiting samples into rows that have ended; crops contexts above `size` tokens to their last half.
+    Returns the rows whose context must be fed."""
     rows = []
     for row, sample in enumerate(samples):
         if sample.n_left == 0:
@@ -351,14 +349,14 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         cache = model.make_cache(n_rows, min(size, model.config.block_size), compile, rolling=not drafter)
     size = cache.max_len
     run_step = compile_step(model, cache) if compile else step
-    # sorted by length among neighbours: little padding halves the time of prefill
+    # sorting by length among neighbours avoids padding
     order = sorted(range(len(prompts)), key=lambda i: (i // (16 * n_rows), len(prompts[i])))
     waiting = (Sample(i, [*prompts[i]], max_new_tokens, max(0, len(prompts[i]) - size),
                       uniforms(seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft)) for i in order)
     samples = [Sample(-1, [], 0, 0, None)] * n_rows  # one per row; all have ended
     seen = torch.zeros(n_rows, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
     while True:
-        # 1. Fill rows with new contexts, all but the last token, which the next step feeds.
+        # 1. Feed new contexts except the last token.
         if rows := rows_to_fill(samples, waiting, size):
             if is_new and len(rows) == len(samples):
                 cache.reset()
@@ -366,7 +364,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             for row in rows:
                 seen[row] = False
                 seen[row, :, samples[row].tokens] = True
-        # 2. Drop rows that have ended. A compiled step keeps them: they overwrite their last slot.
+        # 2. Drop rows that have ended. A compiled step keeps them; they overwrite their last slot.
         active = [row for row, sample in enumerate(samples) if sample.n_left]
         if not active:
             return
@@ -376,7 +374,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             cache.select(active)
             samples = [samples[row] for row in active]
             seen = seen[active]
-        # 3. Feed the last token of each sample, and draft tokens; draw the token after each.
+        # 3. Feed the last tokens and drafts; draw the token after each.
         draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
         fed = torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device)
         noise = torch.stack([sample.noise[max_new_tokens - sample.n_left:][:fed.shape[1]]
@@ -409,7 +407,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
 class Lookup:
     """Drafts the tokens that followed the latest earlier occurrence of the last 3 tokens, else 2, else 1
-    (prompt lookup, arXiv:2304.04487)."""
+    (arXiv:2304.04487)."""
 
     n_drafted = n_accepted = 0
 
@@ -590,9 +588,7 @@ def read_prompts(start):
     """The prompts that the setting `start` stands for."""
     kind, _, path = start.partition(':')
     text = start
-    if start == '-':
-        text = sys.stdin.read()
-    elif kind in ('FILE', 'LINES'):
+    if kind in ('FILE', 'LINES'):
         text = Path(path).read_text(encoding='utf-8-sig')
     prompts = [prompt for prompt in (text.split('\n') if kind == 'LINES' else [text]) if prompt]
     if not prompts:
@@ -603,6 +599,7 @@ def read_prompts(start):
 if __name__ == '__main__':
     check_values(settings, config, globals())
     check_effects(settings, config, globals())
+    prompts = [] if chat and start == '\n' else read_prompts(start)
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, checkpoint = load(init_from, out_dir, machine.device, machine.dtype,
@@ -621,12 +618,11 @@ if __name__ == '__main__':
                    repetition_penalty=repetition_penalty, compile=compile,
                    drafter=Lookup(speculate) if speculate else None)
     conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, **options)
-    if chat and start == '\n':
+    if not prompts:
         converse(conversation)
         sys.exit()
 
-    samples = [(prompt, number) for prompt in read_prompts(start)
-               for number in range(1 if chat else num_samples)]
+    samples = [(prompt, number) for prompt in prompts for number in range(1 if chat else num_samples)]
     ids = [conversation.prompt(prompt.strip())[1] if chat else tokenizer.encode(prompt)
            for prompt, _ in samples]
     line = '-' * 15

@@ -43,8 +43,6 @@ def pieces(blocks, can_cut=True):
 def in_processes(procs, work, items):
     """Yields work(item) for each item, in order, from `procs` processes (None: one per core). A single item
     is done in this process."""
-    if procs is None:
-        procs = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     items = iter(items)
     first = [*itertools.islice(items, 2)]
     items = itertools.chain(first, items)
@@ -293,8 +291,8 @@ def bpe_tokenizer(size, texts, procs=None):
     fewer if the texts, iterables of blocks, have fewer merges. Raises ValueError for an unusable size."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
-        raise ValueError(f"tokenizer='bpe:{size}' is not supported: choose a vocabulary of {least} (256 "
-                         f'bytes, {len(BPE_SPECIAL)} special tokens) to {1 << 20:,} tokens, like bpe:4096')
+        raise ValueError(f"tokenizer='bpe:{size}' is not supported: choose a vocabulary from {least} to "
+                         f'{1 << 20:,} tokens, like bpe:4096')
     counts = count_words(texts, procs)
     tokens = train_bpe(counts, int(size) - least)
     print(f'bpe: learned {len(tokens) - 256:,} merges from {len(counts):,} different words')
