@@ -1,10 +1,10 @@
 """
 Generates text from a checkpoint.
 
-    python sample.py                                        # from out/
+    python sample.py                                        # the model in out/
     python sample.py --out_dir=out-x --start='def ' --num_samples=3 --max_new_tokens=200
     python sample.py --start=FILE:prompt.txt --temperature=0  # greedy
-    python sample.py --init_from=Qwen/Qwen3-0.6B --stop="['\\n\\n', 'def ']"  # a published model
+    python sample.py --init_from=Qwen/Qwen3-0.6B            # a published model
     python sample.py --out_dir=out-chat --chat              # a conversation
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl
     python sample.py --speculate=8                          # faster if the text repeats itself
@@ -32,7 +32,7 @@ from configurator import (
 )
 
 # model
-init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
+init_from = 'resume'        # resume (out_dir), a checkpoint, or a published model
 out_dir = 'out'             # a run's folder; best.pt is preferred to ckpt.pt
 block_size: int | None = None  # another context [>= 2]
 rope_scaling: dict | None = None  # for a larger context: {'rope_type': 'linear', 'factor': 4.0}
@@ -93,7 +93,7 @@ from tokenizer import tokenizer_from_state
 #     no_tokenizer       why there is no tokenizer
 
 
-# fields of GPTConfig that may differ from the checkpoint
+# fields that may differ from the checkpoint's
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
 
 
@@ -112,7 +112,7 @@ def read_checkpoint(path):
     state = {prefixes.sub('', name): w for name, w in state.items()}
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # tied to wte
-        for name in ('device', 'dtype', 'compile', 'backend'):  # settings of another machine
+        for name in ('device', 'dtype', 'compile', 'backend'):
             checkpoint.get('config', {}).pop(name, None)
         args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False) | args
     return checkpoint | {'model': state, 'model_args': args}
@@ -178,7 +178,7 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         model.to(device, dtype)
         try:
             tokenizer = find_tokenizer(checkpoint)
-        except (OSError, ImportError, ValueError) as error:  # training works without it
+        except (OSError, ImportError, ValueError) as error:
             tokenizer = None
             checkpoint['no_tokenizer'] = str(error)
     return model, tokenizer, checkpoint | {'model_args': dataclasses.asdict(model.config)}
@@ -248,7 +248,7 @@ def step(model, tokens, cache, u, seen, sampling):
 def compile_step(model, cache):
     """Compiles `step` for a static cache: on CUDA as a CUDA graph, on a CPU with the weights as constants.
     Changed weights compile again, unless they were changed through `.data`, which torch does not count."""
-    for tensor in cache.tensors():  # a CUDA graph replays on fixed addresses
+    for tensor in cache.tensors():  # CUDA graphs need fixed addresses
         torch._dynamo.mark_static_address(tensor, guard=False)
     weights = *model.parameters(), *model.buffers()
     return compiled(model, tuple((w.data_ptr(), w._version) for w in weights))
@@ -273,12 +273,12 @@ def compiled(model, versions):
 
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',
             'autotune_num_choices_displayed': 0,
-            'fx_graph_cache': False}  # its key ignores frozen weights (torch 2.13)
+            'fx_graph_cache': False}  # its key ignores frozen weights
 
 
 # many tokens ------------------------------------------------------------------------------------------------
 
-PREFILL = 8192  # tokens, with padding, that one forward pass of a prompt reads
+PREFILL = 8192  # tokens, with padding, per forward pass
 
 
 def prefill(model, contexts, cache, rows):
@@ -302,12 +302,12 @@ def prefill(model, contexts, cache, rows):
 
 @dataclasses.dataclass
 class Sample:
-    """A text in the making, in one row of a cache."""
-    number: int          # the index of its prompt; it seeds the noise
-    tokens: list         # the prompt's tokens, then the tokens drawn
-    n_left: int          # tokens still to be drawn; 0 ends the sample
+    """A text that is being generated in a row of a cache."""
+    number: int          # index of its prompt
+    tokens: list         # of the prompt, and drawn ones
+    n_left: int          # tokens to be drawn
     start: int           # the context is tokens[start:]
-    noise: torch.Tensor  # one number per token to be drawn
+    noise: torch.Tensor  # per token to be drawn
 
 
 def rows_to_fill(samples, waiting, size):
@@ -353,7 +353,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     order = sorted(range(len(prompts)), key=lambda i: (i // (16 * n_rows), len(prompts[i])))
     waiting = (Sample(i, [*prompts[i]], max_new_tokens, max(0, len(prompts[i]) - size),
                       uniforms(seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft)) for i in order)
-    samples = [Sample(-1, [], 0, 0, None)] * n_rows  # one per row; all have ended
+    samples = [Sample(-1, [], 0, 0, None)] * n_rows  # all have ended
     seen = torch.zeros(n_rows, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
     while True:
         # 1. Feed new contexts except the last token.
@@ -446,7 +446,7 @@ class TextStream:
         self.held += self.decoder.decode(self.tokenizer.decode_bytes(new), final=self.ended)
         cuts = [self.held.find(s) for s in self.stop if s in self.held]
         self.stopped = bool(cuts)
-        if not (self.stopped or self.ended):  # hold back the beginning of a stop text
+        if not (self.stopped or self.ended):  # a stop text may begin here
             cuts = [i for i in range(len(self.held)) for s in self.stop if s.startswith(self.held[i:])]
         cut = min(cuts, default=len(self.held))
         self.text += self.held[:cut]
@@ -463,7 +463,7 @@ def completions(model, tokenizer, prompts, max_new_tokens, stop=(), **options):
     """Continues prompts as generate does, up to a text in `stop`. Yields (index, TextStream) in order, when a
     text may have grown and when it has ended."""
     streams = [TextStream(tokenizer, stop) for _ in prompts]
-    current = 0  # the first sample that has not ended
+    current = 0
     for sample, token in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens,
                                   **options):
         stream = streams[sample.number]
@@ -497,7 +497,7 @@ def chat_ids(model, tokenizer, messages, thinking):
 class Chat:
     """A conversation and its KV cache. options: as in completions."""
 
-    cache = None  # None during an answer, which may be interrupted
+    cache = None  # None during an answer
 
     def __init__(self, model, tokenizer, system='', thinking=None, max_new_tokens=500, **options):
         self.model = model
@@ -509,7 +509,7 @@ class Chat:
         self.reset()
 
     def reset(self):
-        """Forgets everything except the system message."""
+        """Starts a new conversation."""
         system = self.tokenizer.as_text(self.system)
         self.messages = [{'role': 'system', 'content': system}] if system else []
 
@@ -539,7 +539,7 @@ class Chat:
         n_shared = min(length, len(ids) - 1, len(os.path.commonprefix([self.cached, ids])))
         try:
             cache.rewind(length - n_shared)
-        except ValueError:  # a layer has a state, which cannot be rewound
+        except ValueError:  # a layer has a state
             cache.reset()
         return cache
 
@@ -561,7 +561,7 @@ class Chat:
 
 
 def converse(chat):
-    """Answers questions that are typed, until /exit or the end of input."""
+    """Answers typed questions until /exit."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input can then be edited)
     print("/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C cuts an answer")

@@ -15,8 +15,8 @@ import time
 
 import numpy as np
 
-EOT = '<|endoftext|>'  # the text of every tokenizer's end-of-text token
-CHUNK = 1 << 16        # characters that are encoded in one piece
+EOT = '<|endoftext|>'  # the end-of-text token
+CHUNK = 1 << 16        # characters per piece
 
 # Long texts are cut between a letter or digit and a space, line end or CJK punctuation mark. No pattern of
 # tiktoken matches across such a place, nor does WORD_PATTERN. [^\W_] is \p{L} and \p{N}.
@@ -78,10 +78,10 @@ def work_in_worker(item):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-# names of the switch for thinking in chat templates: Qwen3 and most others, MiniMind, DeepSeek V3.1
+# the variable that switches thinking in templates of Qwen3 and others, MiniMind, DeepSeek V3.1
 THINKING = 'enable_thinking', 'open_thinking', 'thinking'
-THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'  # names of a message's thoughts
-MARK = '\U0010ffff'  # a Unicode noncharacter, which no text contains; see as_text
+THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
+MARK = '\U0010ffff'  # a noncharacter; see as_text
 
 
 class Tokenizer:
@@ -90,14 +90,14 @@ class Tokenizer:
     can_cut = True  # whether cutting a text into `pieces` leaves its ids unchanged
     bos = ()  # ids at the beginning of documents and prompts
     chat_template = None
-    chat_variables = {}  # the template's variables, such as bos_token: {name: text}
-    eos_tokens = ()  # ids of further tokens that end a text
+    chat_variables = {}  # for the template, such as {'bos_token': '<s>'}
+    eos_tokens = ()  # further ids that end a text
 
     def __init__(self, name, tokens, special):
         self.name = name
         self.special = special
         self.eot = special.get(EOT)
-        self.tokens = tokens | {i: text.encode() for text, i in special.items()}  # {id: bytes}
+        self.tokens = tokens | {i: text.encode() for text, i in special.items()}
         self.n_vocab = max(self.tokens, default=-1) + 1
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'
 
@@ -131,7 +131,7 @@ class Tokenizer:
         """The text of messages [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders
         it. tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template
         decides. Raises ValueError if there is no template, or if it fails or rejects the messages."""
-        import jinja2  # only chats need this package
+        import jinja2
         template = self.chat_template
         if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or prepare '
@@ -140,7 +140,7 @@ class Tokenizer:
             named = {entry['name']: entry['template'] for entry in template}
             template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
         messages = json_value(messages)
-        for one in messages:  # the template may read any of these names
+        for one in messages:
             if thoughts := next(filter(None, map(one.get, THOUGHTS)), None):
                 one.update(dict.fromkeys(THOUGHTS, thoughts))
         switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
@@ -171,7 +171,7 @@ class Tokenizer:
         answer = 'the answer'
         if self.chat_template:
             messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
-            with contextlib.suppress(Exception):  # chat() will raise the error
+            with contextlib.suppress(Exception):  # chat() raises it
                 after = self.render(messages, False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
         return tuple(dict.fromkeys([*ends, *self.eos_tokens]))
@@ -253,7 +253,7 @@ def rank_table(ranks):
 def compile_template(template):
     """A jinja2 Template with the environment of chat templates in transformers."""
     import jinja2.sandbox
-    # {% generation %} blocks mark the assistant's words; {% with %} blocks have the same text
+    # {% generation %} only marks the assistant's words; {% with %} renders the same text
     template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
@@ -271,9 +271,9 @@ def compile_template(template):
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5))
-TRAINING_WORDS = 50_000_000  # bpe:N learns from this many first words, about 250 MB
+TRAINING_WORDS = 50_000_000  # the words that bpe:N learns from, about 250 MB
 LONGEST = 256               # bytes per token
-WORDS_BYTES = 1 << 24       # train_bpe uses this many bytes of the commonest words
+WORDS_BYTES = 1 << 24       # bytes of the commonest words that train_bpe uses
 CHATML = ("{% if tools %}"
           "{{ '<|im_start|>system\n<tools>' + tools | tojson + '</tools><|im_end|>\n' }}{% endif %}"
           "{% for message in messages %}"
@@ -316,7 +316,7 @@ def count_words(texts, procs=None):
 
 def words_of(text):
     """{word: count} of a text."""
-    import regex  # tiktoken needs it too
+    import regex
     return collections.Counter(regex.findall(WORD_PATTERN, text))
 
 
@@ -372,7 +372,7 @@ def train_bpe(counts, n_merges):
             continue
         if len(token) > LONGEST:
             continue
-        if first == second:  # in aaa places overlap: from the left, keep those that do not
+        if first == second:  # places overlap in aaa; keep the left ones
             separate = []
             end = 0
             for place in places.tolist():
@@ -387,13 +387,13 @@ def train_bpe(counts, n_merges):
         ids[places] = new
         ids[places + width] = -1
         begins[after - 1] = places
-        # a left neighbour that was just merged has -1 there; its own place yields the pair
+        # a left neighbour that was just merged has -1 here; its own place yields the pair
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
     return tokens
 
 
-# tokenizers by name and by state --------------------------------------------------------------------------
+# tokenizers by name and by state ----------------------------------------------------------------------------
 
 KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer}  # json is in zoo/
 
