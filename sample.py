@@ -44,19 +44,19 @@ batch_size = 64             # samples generated at once [>= 1]
 output = ''                 # a new file for JSON lines [if not chat or start != '\n']
 stop: str | tuple | list = ()  # a text, or several, that end a sample
 # conversation
-chat = False                # answer questions
+chat = False                # answer questions that you type, or those in start
 # further settings of conversations [if chat]
 system = ''                 # the system message
 thinking: bool | None = None  # None: the chat template decides
 # sampling
-temperature = 0.8           # 0: always the most likely token
+temperature = 0.8           # lower: less random; 0: always the most likely token
 # limits of sampling [if temperature]
 top_k: int | None = 200     # only the k most likely tokens; None: all
 top_p = 1.0                 # only the most likely tokens up to this total probability [> 0] [<= 1]
 min_p = 0.0                 # only tokens at least this likely relative to the most likely [<= 1]
 # others
 repetition_penalty = 1.0    # lowers logits of earlier tokens [> 0]
-seed = 1337
+seed = 1337                 # seed of sampling
 # speed
 quantize = ''               # int8 weights [in ('', 'int8')]
 speculate: int | None = None  # draft tokens per step, from earlier text
