@@ -95,6 +95,7 @@ from tokenizer import tokenizer_from_state
 
 # fields that may differ from the checkpoint's
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
+RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields of GPTConfig in older checkpoints
 
 
 def read_checkpoint(path):
@@ -109,7 +110,8 @@ def read_checkpoint(path):
         args = checkpoint['model_args']
     is_nanogpt = any('transformer.' in name for name in state)
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
-    state = {prefixes.sub('', name): w for name, w in state.items()}
+    state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w for name, w in state.items()}
+    args = {RENAMED.get(name, name): value for name, value in args.items()}
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # tied to wte
         for name in ('device', 'dtype', 'compile', 'backend'):

@@ -43,6 +43,8 @@ def pieces(blocks, can_cut=True):
 def in_processes(procs, work, items):
     """Yields work(item) for each item, in order, from `procs` processes (None: one per core). A single item
     is done in this process."""
+    if procs is None and hasattr(os, 'sched_getaffinity'):  # Slurm and taskset may give fewer cores
+        procs = len(os.sched_getaffinity(0))
     items = iter(items)
     first = [*itertools.islice(items, 2)]
     items = itertools.chain(first, items)
