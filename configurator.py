@@ -268,7 +268,7 @@ def reading(path):
     except Exception as error:
         if on_purpose(error) or getattr(error, 'filename', None):
             raise
-        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error!s:.150}") from error
+        raise ValueError(f"{path} is damaged or has another format: {error!r:.150}") from error
 
 
 @contextlib.contextmanager
