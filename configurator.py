@@ -266,7 +266,7 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        if on_purpose(error) or getattr(error, 'filename', None):
+        if getattr(error, 'filename', None):  # it is missing, or not readable
             raise
         raise ValueError(f"{path} is damaged or has another format: {error!r:.150}") from error
 
