@@ -4,7 +4,7 @@
 
 A setting is a line above configure(...), or a field of GPTConfig in model.py:
 
-    momentum = 0.95   # of Muon [< 1] [if optimizer == 'muon']
+    momentum = 0.95   # Muon [< 1] [if optimizer == 'muon']
 
 Its type is its annotation, or the type of its default. Brackets in its remark are rules:
     [< 1]           a condition for the value; [in TABLE] requires a key of the script's TABLE. Numbers must
@@ -189,7 +189,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         argv = sys.argv[1:] if launched else []
     if launched:
         sys.excepthook = one_line_errors
-        sys.stdout.reconfigure(errors='replace')  # prints ? for a character that the terminal lacks
+        sys.stdout.reconfigure(errors='replace')  # prints ? for characters that the terminal lacks
     if {'-h', '--help'} & {*argv}:
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
@@ -289,7 +289,7 @@ def on_purpose(error):
 
 
 def one_line_errors(kind, error, trace):
-    """A script's excepthook: one line for errors that users can mend, otherwise a traceback."""
+    """The excepthook of scripts: prints one line for errors that users can mend, otherwise a traceback."""
     message = str(error)
     if kind is BrokenPipeError:
         os._exit(141)  # `| head`: print nothing, not even at exit
@@ -328,7 +328,7 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
             precision = 'high'
     elif kind == 'cpu':
         keep_freed_memory()
-        # weights have half the bytes in bfloat16, and torch's int8 kernel is fast only in it
+        # bfloat16 halves the bytes of weights, and torch's int8 kernel is fast only in bfloat16
         if bound_by_memory or cpu_has_bfloat16():
             fastest = 'bfloat16'
         # oneDNN: exact on AMD, and 2.5 times as fast as MKL; on Intel it is slower and inexact
