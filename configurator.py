@@ -268,7 +268,8 @@ def reading(path):
     except Exception as error:
         if getattr(error, 'filename', None):  # it is missing, or not readable
             raise
-        raise ValueError(f"{path} is damaged or has another format: {error!r:.150}") from error
+        raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
+                         ) from error
 
 
 @contextlib.contextmanager

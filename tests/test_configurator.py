@@ -234,7 +234,7 @@ def test_nanogpts_settings_have_their_names_and_values():
     ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot write ([Errno 28] No space left "
      "on device: '/tmp1'): free some space, or write elsewhere"),
     ("with configurator.reading('a.json'): {}['model']",
-     "x.py: a.json is damaged or has another format: KeyError('model')"),
+     "x.py: cannot read a.json, which is damaged or has another format: KeyError('model')"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory: lower --batch_size (train.py: '
      'and raise --gradient_accumulation_steps by as much), --max_new_tokens or --procs'),
