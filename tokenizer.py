@@ -52,10 +52,16 @@ def in_processes(procs, work, items):
         yield from map(work, items)
         return
     with multiprocessing.Pool(procs, start_worker, [work]) as pool:
-        try:
-            yield from pool.imap(work_in_worker, items, chunksize=16)
-        except Exception as error:
-            raise error.with_traceback(None)  # noqa: B904  (gives a one-line message)
+        results = pool.imap(work_in_worker, items, chunksize=16)
+        while True:
+            try:
+                yield results.next(timeout=1)
+            except multiprocessing.TimeoutError:  # Python can handle a signal now: its worker may have died
+                continue
+            except StopIteration:
+                return
+            except Exception as error:
+                raise error.with_traceback(None)  # noqa: B904  (gives a one-line message)
 
 
 def start_worker(work):
