@@ -52,11 +52,11 @@ def in_processes(procs, work, items):
         yield from map(work, items)
         return
     with multiprocessing.Pool(procs, start_worker, [work]) as pool:
-        results = pool.imap(work_in_worker, items, chunksize=16)
+        results = pool.imap(work_in_worker, iter(lambda: [*itertools.islice(items, 16)], []))
         while True:
             try:
-                yield results.next(timeout=1)
-            except multiprocessing.TimeoutError:  # Python can handle a signal now: its worker may have died
+                yield from results.next(timeout=1)
+            except multiprocessing.TimeoutError:  # handles a signal that came just before the wait
                 continue
             except StopIteration:
                 return
@@ -79,9 +79,9 @@ def end_with_parent():
     os._exit(1)
 
 
-def work_in_worker(item):
-    """The result for an item, in a worker."""
-    return work_of_worker(item)
+def work_in_worker(items):
+    """The results for some items, in a worker."""
+    return [*map(work_of_worker, items)]
 
 
 # tokenizers -------------------------------------------------------------------------------------------------

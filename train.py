@@ -134,7 +134,6 @@ from model import (
     try_tokens,
 )
 from prepare import Bins, data_folder, load_tokenizer, read_meta
-from sample import CHANGEABLE, complete, load
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -618,6 +617,7 @@ def diverge(run, event):
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
     """sample.load to resume, or to fine-tune on data with this meta. asked: fields of GPTConfig. Raises
     ValueError if one changes that is not CHANGEABLE."""
+    from sample import CHANGEABLE, load
     tuned = init_from != 'resume'
     changes = packed(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
     model, tokenizer, source = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, **changes)
@@ -804,6 +804,17 @@ def why_stop(signals, time_limit):
     """Why the run must end: the exit status for a signal to any rank, TIME_IS_OVER, or 0."""
     late = time_limit is not None and time.time() - START >= 60 * time_limit
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
+
+
+def print_sample(run, tokenizer, prompts):
+    """Prints what the model writes after the prompt, a list with one list of ids."""
+    from sample import complete
+    run.model.eval()
+    with run.machine.autocast():
+        (text,), _ = complete(run.model, tokenizer, prompts, run.config['sample_tokens'],
+                              seed=run.config['seed'])
+    run.model.train()
+    print0(f"{'-' * 15} sample:\n{text}\n{'-' * 15}")
 
 
 def start_lora(model, config, source):
@@ -1013,12 +1024,7 @@ if __name__ == '__main__':
                 Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
         save(run, 'ckpt.pt', constant)
         if sample_tokens and tokenizer and (RANK == 0 or shard):  # sharded models run on all ranks
-            prompts = val_bins.batch([0], 1)[0].tolist()
-            model.eval()
-            with machine.autocast():
-                text, _ = complete(model, tokenizer, prompts, sample_tokens, seed=seed)
-            model.train()
-            print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
+            print_sample(run, tokenizer, val_bins.batch([0], 1)[0].tolist())
         if reason or run.iter_num >= max_iters:
             break
 
