@@ -1,21 +1,21 @@
 # The first run, on any machine: `python prepare.py && python train.py && python sample.py`.
-# A small model learns to write Python from Python's own library, in 4,096 tokens that are learnt from it too:
-# 1.09 bits per byte, with each of five seeds, after five minutes on 2 CPU cores.
+# A small model learns to write Python from the source of Python's own library, with a vocabulary of 4,096
+# tokens that is learned from the same text. All of five seeds reach 1.09 bits per byte.
 dataset = 'pystdlib_bpe4096'
 
 n_layer = 4
 n_head = 3              # heads of 64
 n_embd = 192
 block_size = 256
-window_pattern = 'SL'   # every other layer sees a token and the one before it: so all seeds learn to copy
+window_pattern = 'SL'   # every other layer sees 2 tokens, so that all seeds learn to copy
 window = 2
 
 batch_size = 16
 gradient_accumulation_steps = 1
 max_iters = 750
-optimizer = 'muon'      # a lower loss than AdamW's after as many steps
+optimizer = 'muon'      # reaches a lower loss than AdamW in the same number of steps
 learning_rate = 6e-3
-lr_scales = {'embedding': 12.0}  # a large gain for nothing, see docs/results.md
+lr_scales = {'embedding': 12.0}  # lowers the loss at no cost, see docs/results.md
 weight_decay = 0.0      # one epoch: nothing to regularise
 warmup_iters = 20
 lr_schedule = 'wsd'

@@ -1,5 +1,5 @@
 # One number sets the size: width, heads, batch, length, learning rate and weight decay follow from n_layer.
-# The flag comes first, because overrides go from left to right:
+# Put the flag first, because flags and files apply from left to right:
 #   python train.py --n_layer=8 config/dial.py
 # 4: 3.3M parameters, 8: 25.8M, 12: 85.2M, 16: 202.7M, 24: 680.0M (with a byte vocabulary).
 dataset = 'pystdlib_byte'
@@ -11,11 +11,11 @@ head_dim = 128
 block_size = 1024 if n_layer >= 8 else 256
 
 batch_size = 16
-# the best batch grows as tokens^0.383 (arXiv:2505.13738), these as n_layer^3; 524,288 tokens at 12 layers
+# the best batch grows as tokens^0.383 (arXiv:2505.13738), tokens as n_layer^3; 524,288 at 12 layers
 gradient_accumulation_steps = 8 * max(1, round(2**16 * (n_layer / 12) ** 1.149 / (batch_size * block_size)))
 tokens_per_param = 20
 optimizer = 'muon'
-learning_rate = 1.0 / n_embd        # the best from 64 to 512 wide: docs/results.md, "Learning rate and width"
+learning_rate = 1.0 / n_embd        # best for widths of 64 to 512: docs/results.md
 lr_scales = {'embedding': 12.0}
 weight_decay = 0.1 * (768 / n_embd) ** 2      # as nanochat has it
 warmup_iters = 50

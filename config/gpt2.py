@@ -1,5 +1,5 @@
-# GPT-2 (124M). The vocabulary is that of the data; with --vocab_size=50257 it has 124,439,808 parameters. In
-# front of one of nanoGPT's config files it gives nanoGPT's model:
+# GPT-2 (124M). The data determine the vocabulary; with --vocab_size=50257 it has 124,439,808 parameters.
+# Put this file before one of nanoGPT's config files to get nanoGPT's model:
 #   python train.py config/gpt2.py ../nanoGPT/config/train_shakespeare_char.py
 pos = 'learned'
 norm = 'layernorm'
@@ -7,7 +7,7 @@ norm_eps = 1e-5
 mlp = 'gelu_tanh'
 qk_norm = False
 tie_word_embeddings = True
-bias = True             # nanoGPT trains without: --bias=False
+bias = True             # nanoGPT trains with --bias=False
 block_size = 1024
 n_layer = 12
 n_head = 12

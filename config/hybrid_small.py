@@ -1,4 +1,4 @@
-# Qwen3-Next in small: two layers of Gated DeltaNet, whose cache does not grow, then one of gated attention.
+# A small Qwen3-Next: two layers of Gated DeltaNet, whose cache does not grow, then one of gated attention.
 #   python prepare.py --tokenizer=byte && python train.py config/hybrid_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-hybrid_small'

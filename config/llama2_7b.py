@@ -1,4 +1,4 @@
-# Llama 2 7B (arXiv:2307.09288): multi-head, as 13B; the grouped queries came with 70B.
+# Llama 2 7B (arXiv:2307.09288): multi-head attention; only the 70B model has grouped queries.
 # 6,738,415,616 parameters:
 #   python bench.py params config/llama2_7b.py
 import math

@@ -1,4 +1,4 @@
-# Llama 3 in small: RoPE, RMSNorm, SwiGLU, grouped queries.
+# A small Llama 3: RoPE, RMSNorm, SwiGLU, grouped queries.
 #   python prepare.py --tokenizer=byte && python train.py config/llama_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-llama_small'

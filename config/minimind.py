@@ -1,11 +1,11 @@
-# MiniMind 2 small (github.com/jingyaogong/minimind), its 25,829,888 parameters and its recipe, on the text of
-# MiniMind 3, whose models are Qwen3's:
+# MiniMind 2 small (github.com/jingyaogong/minimind): 25,829,888 parameters and its recipe, trained on the
+# text of MiniMind 3:
 #   python prepare.py minimind --tokenizer=bpe:6400 && python train.py config/minimind.py
 #   python prepare.py minimind_sft --tokenizer=data/minimind_bpe6400 --block_size=512
 #   python train.py config/minimind_sft.py --init_from=out-minimind --block_size=512 --learning_rate=1e-6 \
 #       --min_lr=1e-7
-# Version 2's own text, pretrain_hq, needs --special_tokens=tokens. Its texts begin with <|im_start|>, and so
-# must prompts for a base model that is trained on it: sample.py --start='<|im_start|>...'
+# The text of version 2, pretrain_hq, needs --special_tokens=tokens. Its documents begin with <|im_start|>, so
+# prompts for its base model must begin with it too: sample.py --start='<|im_start|>...'
 # Without the download: python prepare.py --tokenizer=byte, then --dataset=pystdlib_byte.
 dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind'
@@ -20,8 +20,8 @@ norm_eps = 1e-5
 qk_norm = False
 tie_word_embeddings = True
 block_size = 512
-document_token = 6392   # bpe:6400's <|endoftext|>, since MiniMind's rows hold one text each; if you prepare
-                        # with MiniMind's own tokenizer, its <|im_end|>: --document_token=2
+document_token = 6392   # <|endoftext|> of bpe:6400: MiniMind has one document per row. With MiniMind's
+                        # own tokenizer, set --document_token=2, which is <|im_end|>
 
 batch_size = 32
 gradient_accumulation_steps = 8
@@ -29,7 +29,7 @@ epochs = 1.0
 learning_rate = 5e-4
 min_lr = 5e-5
 warmup_iters = 0
-weight_decay = 0.01     # AdamW's own default, which it keeps
+weight_decay = 0.01     # the default of torch's AdamW, as in MiniMind
 beta2 = 0.999
 
 eval_interval = 100

@@ -2,7 +2,7 @@
 #   python prepare.py minimind --tokenizer=bpe:6400 && python train.py config/minimind3.py
 #   python prepare.py minimind_sft --tokenizer=data/minimind_bpe6400 --block_size=768
 #   python train.py config/minimind_sft.py
-# It cuts each text after 340 tokens and fills rows up; here texts follow each other.
+# MiniMind cuts each text after 340 tokens and pads it; here texts follow each other.
 dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind3'
 
@@ -21,7 +21,7 @@ epochs = 2.0
 learning_rate = 5e-4
 min_lr = 5e-5
 warmup_iters = 0
-weight_decay = 0.01     # AdamW's own default, which it keeps
+weight_decay = 0.01     # the default of torch's AdamW, as in MiniMind
 beta2 = 0.999
 
 eval_interval = 100

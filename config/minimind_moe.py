@@ -1,5 +1,5 @@
-# MiniMind 2's mixture of experts: config/minimind.py, wider, with 4 experts, of which a token takes 2, and
-# one that all tokens take; 145,029,760 parameters.
+# MiniMind 2's mixture of experts: config/minimind.py, wider, with 4 experts, 2 of them active per
+# token, and one shared expert. It has 145,029,760 parameters.
 from minimind import *  # noqa: F403
 
 out_dir = 'out-minimind_moe'
@@ -7,5 +7,5 @@ n_embd = 640
 n_expert = 4
 n_expert_active = 2
 n_shared_expert = 1
-balance_loss = 0.08     # 0.01 in each of 8 layers, which it adds up; here their mean counts
+balance_loss = 0.08     # MiniMind adds 0.01 for each of 8 layers; here the loss is their mean
 balance_per_sequence = True

@@ -1,5 +1,5 @@
-# MiniMind's instruction tuning (trainer/train_full_sft.py), of the model in out-minimind3/: see
-# config/minimind3.py; config/minimind.py has the command for version 2's.
+# MiniMind's instruction tuning (trainer/train_full_sft.py) of the model in out-minimind3/. The commands are
+# in config/minimind3.py and, for version 2, in config/minimind.py.
 init_from = 'out-minimind3'
 out_dir = 'out-minimind-sft'
 dataset = 'minimind_sft'

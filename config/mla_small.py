@@ -1,4 +1,4 @@
-# DeepSeek-V2's latent attention in small: caches 80 numbers a token and layer, multi-head would 512.
+# DeepSeek-V2's latent attention. It caches 80 numbers per token and layer; multi-head attention caches 512.
 #   python prepare.py --tokenizer=byte && python train.py config/mla_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-mla_small'

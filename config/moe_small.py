@@ -1,5 +1,6 @@
-# Mixture of experts: 4 routed, 2 a token, 1 shared; the active width is about that of a dense MLP. The router
-# is DeepSeek-V3's, whose bias evens the load: the model is a GLM 4.5 in small, and can be exported.
+# A mixture of 4 routed experts, 2 of them active per token, and 1 shared expert. The active width is about
+# that of a dense MLP. The router is DeepSeek-V3's, which balances the load with a bias. The model is a small
+# GLM 4.5 and can be exported.
 #   python prepare.py --tokenizer=byte && python train.py config/moe_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-moe_small'
@@ -14,7 +15,7 @@ n_expert_active = 2
 n_shared_expert = 1
 router = 'sigmoid'
 balance_bias = True
-d_expert = 232          # active: 3 x 232 = 696, a dense SwiGLU here has 704
+d_expert = 232          # active: 3 x 232 = 696; a dense SwiGLU would have 704
 
 batch_size = 16
 gradient_accumulation_steps = 1

@@ -1,4 +1,4 @@
-# Qwen3 30B-A3B (arXiv:2505.09388): 128 experts, 8 a token. 30,532,122,624 parameters:
+# Qwen3 30B-A3B (arXiv:2505.09388): 128 experts, 8 active per token. 30,532,122,624 parameters:
 #   python bench.py params config/qwen3_30b_a3b.py
 block_size = 40960
 vocab_size = 151936

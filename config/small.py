@@ -5,17 +5,17 @@ dataset = 'fineweb_edu_gpt2'
 out_dir = 'out-small'
 
 n_layer = 12
-n_head = 6              # heads of 128 are the ones that attention kernels are fastest at
+n_head = 6              # heads of 128, the fastest for attention kernels
 n_kv_head = 2
 n_embd = 768
 d_ff = 2432             # makes it 124.7M parameters
 block_size = 1024
 
 batch_size = 16         # fits 24 GB; on larger cards try 32 with 16 steps (64 are more than 2^31 logits)
-gradient_accumulation_steps = 32  # 524,288 tokens an iteration
-tokens_per_param = 20   # Chinchilla's 2.5B tokens; on a small dataset give --epochs=3
+gradient_accumulation_steps = 32  # 524,288 tokens per iteration
+tokens_per_param = 20   # Chinchilla's rule, 2.5B tokens; for a small dataset set --epochs=3
 optimizer = 'muon'
-learning_rate = 1.3e-3  # 1 / n_embd, as config/dial.py has it; not measured at this size
+learning_rate = 1.3e-3  # 1 / n_embd, as in config/dial.py; not measured at this size
 lr_scales = {'embedding': 12.0}   # as in config/default.py; not measured at this size
 warmup_iters = 250
 lr_schedule = 'wsd'
