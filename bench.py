@@ -1,17 +1,15 @@
 """
 Measures how fast and how good a model is, and how much memory it needs.
 
-    python bench.py train config/shakespeare_char.py         # training steps
     python bench.py train config/gpt2.py --n_layer=4 --n_head=4 --n_embd=128 --vs=../nanoGPT
-    python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs, KV cache
-    python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # cost of long prompts
+    python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # parameters, FLOPs, KV cache
     python bench.py decode config/gpt2.py --batch_size=8     # generation
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py eval --init_from=out                     # loss of val.bin
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # a text or JSON lines
 
---vs times another model alternately in the same process: transformers with the same weights, uncompiled, or
-a clone of nanoGPT at the same shape.
+--vs alternately times another model: transformers with the same weights, uncompiled, or a clone of nanoGPT
+with the same shape.
 """
 import collections
 import contextlib
@@ -39,9 +37,9 @@ from configurator import (
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-dataset = ''                      # sets a new model's vocabulary; eval: data to evaluate, '': the run's
-json: bool | str = False          # True: print the numbers as JSON too; or a file to append to
-device = 'auto'                   # as in train.py: cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
+dataset = ''                      # gives a new model's vocabulary; eval: data to evaluate, '': the run's
+json: bool | str = False          # True: print JSON too; or a file to append to
+device = 'auto'                   # as in train.py
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 # all but params [if command != 'params']
 batch_size: int | None = None     # sequences [>= 1]; None: train 12, decode 1, eval 256 MB of logits (CUDA
@@ -95,7 +93,7 @@ def synchronize():
 
 
 def seconds_each(items):
-    """Seconds that each item of an iterator needs: (items,)."""
+    """Seconds per item of an iterator: (items,)."""
     stamps = [time.perf_counter()]
     for _ in items:
         stamps.append(time.perf_counter())
@@ -103,9 +101,9 @@ def seconds_each(items):
 
 
 def timed(calls, steps, counts=(1,)):
-    """A function that returns the seconds of steps, (steps,), as if each made every call `counts` times."""
+    """A function that returns seconds per step, (steps,), if a step makes each call `counts` times."""
     def side():
-        for f in calls:  # warms up
+        for f in calls:
             f()
         synchronize()
         return seconds_each((f(), synchronize()) for f in calls * steps).reshape(steps, -1) @ counts
@@ -113,13 +111,13 @@ def timed(calls, steps, counts=(1,)):
 
 
 def take_turns(sides, rounds):
-    """Calls sides, name -> function that returns seconds, in turns. Returns name -> (rounds, ...) seconds."""
+    """Calls sides, name -> function that returns seconds, in turns. Returns name -> (rounds, ...)."""
     turns = [{name: side() for name, side in sides.items()} for _ in range(1 + rounds)]
     return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # the first is a warm-up
 
 
 def print_table(title, heads, rows):
-    """rows: name -> texts, one text per head."""
+    """rows: name -> one text per head."""
     rows = {title: heads} | rows
     name_width = max(map(len, rows))
     widths = [max(map(len, column)) for column in zip(*rows.values())]
@@ -150,7 +148,7 @@ def report(model, machine, times, tokens):
 
 
 def print_json(where, **numbers):
-    """Prints the numbers as a line of JSON if where is True, or appends them to that file."""
+    """Prints the numbers as JSON if where is True, or appends them to that file."""
     line = dumps({'command': sys.argv, **numbers, 'torch': torch.__version__})
     if where is True:
         print(line)
@@ -162,8 +160,8 @@ def print_json(where, **numbers):
 # models -----------------------------------------------------------------------------------------------------
 
 def named_model(config, model_args, device, dtype=torch.float32):
-    """The model that the settings name: a checkpoint on the CPU, or a new one on the device. Its vocabulary
-    is that of config['dataset'] if that is prepared and model_args does not set another."""
+    """A checkpoint on the CPU, or a new model on the device, with the vocabulary of a prepared dataset if
+    model_args sets none."""
     if config['init_from'] != 'scratch':
         return train.load_to_train(config['init_from'], 'out', model_args, dtype=dtype)[0]
     folder = data_folder(config['dataset'])
@@ -190,7 +188,7 @@ def cache_per_token(model, dtype):
 
 
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
-    """The settings' model and its runtime. A model that is not to be trained has the compute dtype."""
+    """The settings' model and runtime. Without training, the model has the compute dtype."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     model = named_model(config, model_args, machine.device, torch.float32 if to_train else machine.dtype)
     model.to(machine.device)
@@ -203,7 +201,7 @@ def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
 
 
 def load_other(vs, model):
-    """{name: model} to compare with: transformers with our weights, or nanoGPT at our shape."""
+    """{name: model} to compare with."""
     weight = model.wte.weight
     if vs == 'transformers':
         from zoo.hub import save_pretrained
@@ -221,7 +219,7 @@ def load_other(vs, model):
 
 @contextlib.contextmanager
 def precision_of_others(device):
-    """Uses torch's default precision of float32 matmuls on CPUs, and TF32 elsewhere, as nanoGPT does."""
+    """Computes float32 matmuls as nanoGPT does: with TF32 except on CPUs."""
     ours = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
     yield
@@ -231,7 +229,7 @@ def precision_of_others(device):
 # how large --------------------------------------------------------------------------------------------------
 
 def measure_params(config, model_args):
-    """The model's parameters, FLOPs and cache, without allocating the weights."""
+    """Prints a model's parameters, FLOPs and cache without allocating weights."""
     dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
     model = named_model(config, model_args, 'meta')
     n_params, n_active, flops = print_counts(
@@ -267,7 +265,7 @@ def by_module(model):
 
 
 def print_counts(title, heads, counts, texts):
-    """Prints a row for each name: its texts, and its counts with shares of the sum. Returns the sums."""
+    """Prints one row per name: its texts, counts and shares of the sum. Returns the sums."""
     def total(pattern):
         return [sum(column) for column in zip(*(
             numbers for name, numbers in counts.items() if re.search(pattern, name)))]
@@ -282,7 +280,7 @@ def print_counts(title, heads, counts, texts):
 
 
 def print_parameters(model, title, params, mixer=None):
-    """Prints a row for each projection of params, (name, parameter), and each product without weights."""
+    """Prints one row per projection of params, (name, parameter), and per product without weights."""
     counts = {}
     texts = {}
     length = model.config.block_size
@@ -306,7 +304,7 @@ def print_parameters(model, title, params, mixer=None):
         attended = mixer.n_head * min(length, mixer.window or length)  # scores per token
         for name, width in zip(('attn scores', 'attn weighted sum'), mixer.head_widths):
             counts[name] = [0, 2 * attended * width, 6 * attended * width]
-        counts['attn softmax'] = [0, 5 * attended, 0]  # maximum, difference, exponential, sum, division
+        counts['attn softmax'] = [0, 5 * attended, 0]
     elif mixer:
         counts['attn, without weights'] = [0, mixer.flops(length) // 3, mixer.flops(length)]
     elif model.lm_head is None:
@@ -316,7 +314,7 @@ def print_parameters(model, title, params, mixer=None):
 
 
 def print_contexts(model, lengths, flops, dtype):
-    """Prints the cost of a prompt of each length. flops: training FLOPs per token."""
+    """Prints the costs of prompts. flops: training FLOPs per token."""
     mixing = account(model)['mixing'][2]
     print_table('prompt tokens', ['TFLOPs with weights', 'TFLOPs of attention', 'KV cache, GB'], {
         f'{n:,}': [f"{count:,.4g}" for count in (
@@ -328,7 +326,7 @@ def print_contexts(model, lengths, flops, dtype):
 # how fast ---------------------------------------------------------------------------------------------------
 
 def our_step(model, forward, batch, machine, config):
-    """Two functions that do what train.py does: compute a micro-batch's gradients, and update."""
+    """train.py's two functions: compute a micro-batch's gradients, and update."""
     run = train.Run(model, train.config | config, machine)
     run.forward = forward
     load = None
@@ -343,7 +341,7 @@ def our_step(model, forward, batch, machine, config):
 
 
 def other_step(other, batch, machine):
-    """The same for transformers, or for nanoGPT, as its train.py does it."""
+    """The same functions for transformers or nanoGPT."""
     x, y = batch
     params = list(other.parameters())
     is_nanogpt = hasattr(other, 'configure_optimizers')
@@ -369,7 +367,7 @@ def other_step(other, batch, machine):
 
 
 def measure_train(config, model_args):
-    """The speed of training steps."""
+    """Times training steps."""
     model, machine = model_and_machine(config, model_args)
     device = machine.device
     batch_size = config['batch_size'] or 12
@@ -383,7 +381,7 @@ def measure_train(config, model_args):
     for name, other in load_other(config['vs'], model).items():
         steps[name] = other_step(other.train(), batch, machine)
     accumulation = config['gradient_accumulation_steps']
-    # all micro-batches after the first add to its gradients, so one of them is timed
+    # time only the first micro-batch and one that adds to its gradients
     counts = [1, accumulation - 1][:accumulation]
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
@@ -401,7 +399,7 @@ def measure_train(config, model_args):
 
 @torch.no_grad()
 def time_other(model, prompts, new):
-    """Seconds of each step of another model's generate, except the first step."""
+    """Seconds per step of another model's generate, except the first step."""
     idx = torch.tensor(prompts, device=next(model.parameters()).device)
     stamps = []
 
@@ -410,7 +408,7 @@ def time_other(model, prompts, new):
         stamps.append(time.perf_counter())
     hook = model.register_forward_hook(clock)
     with precision_of_others(str(idx.device)):
-        if hasattr(model, 'configure_optimizers'):  # it has no cache: time some steps at half the length
+        if hasattr(model, 'configure_optimizers'):  # nanoGPT has no cache: time some steps at half the length
             count = max(8, new // 10)
             model.generate(F.pad(idx, (0, (new - count) // 2)), count, top_k=200)
         else:
@@ -421,7 +419,7 @@ def time_other(model, prompts, new):
 
 
 def measure_decode(config, model_args):
-    """The speed of decoding steps."""
+    """Times decoding steps."""
     compile = config['compile'] is True
     new = config['max_new_tokens']
     model, machine = model_and_machine(config, model_args, to_train=False,
@@ -448,11 +446,10 @@ def measure_decode(config, model_args):
     prefill_ms = float(np.median(times.pop('prompt'))) * 1e3
     print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
     numbers = report(model, machine, times, dict.fromkeys(times, batch_size) | {'one sequence': 1})
-    # bytes that an average step reads
     length = min(model.config.block_size, config['prompt_len'] + new // 2)
     read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
             + batch_size * cache_bytes(model, length, machine.dtype))
-    # 4 GB on CUDA, where less is too quick to time
+    # CUDA reads less than 4 GB too quickly to time
     large = torch.ones(2**30 if 'cuda' in machine.device else 2**26, device=machine.device)
     bandwidth = large.nbytes / timed([large.sum], 40)().min()
     share = read * 1e3 / numbers['ms'] / bandwidth
@@ -463,7 +460,7 @@ def measure_decode(config, model_args):
 # how good ---------------------------------------------------------------------------------------------------
 
 def measure_eval(config, model_args, path=None):
-    """How well a model predicts a text, JSON lines of texts, or a val.bin."""
+    """Evaluates a text, JSON lines, or a val.bin."""
     dataset = config['dataset']
     lengths = config['lengths']
     meta = read_meta(data_folder(dataset)) if dataset else None
@@ -474,7 +471,7 @@ def measure_eval(config, model_args, path=None):
         model, *_ = load(asked=model_args | {'block_size': base * max(lengths)})
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
-    if config['quantize']:  # with float16 the residual stream is float32
+    if config['quantize']:  # with float16, the residual stream is float32
         from zoo.weights import quantize_weights
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")
@@ -484,7 +481,7 @@ def measure_eval(config, model_args, path=None):
     name = path or data_folder(dataset or rest.get('config', {}).get('dataset'))
     if path:
         numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, sums)
-    else:  # block_size: the length to which conversations are packed
+    else:  # conversations are packed to block_size
         numbers = evaluate_text(name, *prepared_tokens(name, tokenizer, rest['path']),
                                 read_meta(name)['block_size'] or base, lengths, sums)
     return {'path': rest['path'], 'params': num_params(model), 'data': name, 'device': machine.device,
@@ -492,8 +489,8 @@ def measure_eval(config, model_args, path=None):
 
 
 def prepared_tokens(folder, tokenizer, path):
-    """Reads a prepared folder's val. Returns documents (inputs, targets), each (2, tokens), with -1 for
-    masked targets, and the targets' bytes if there is a tokenizer. Raises ValueError if tokenizers differ."""
+    """Reads a prepared folder's val. Returns documents (inputs, targets), (2, tokens), with -1 for masked
+    targets, and the targets' bytes or None. Raises ValueError if tokenizers differ."""
     bins = Bins(folder, 'val')
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than that of {path}: prepare it with "
@@ -508,8 +505,8 @@ def prepared_tokens(folder, tokenizer, path):
 
 
 def text_tokens(path, tokenizer):
-    """The same for a text, which is one document, or for JSON lines. End of text precedes each document, so
-    that its first token is a target too."""
+    """The same for a text or JSON lines. Each document starts with end of text, so that its first token is a
+    target too."""
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
     for document in find_source(path).documents():
@@ -523,8 +520,8 @@ def text_tokens(path, tokenizer):
 
 @torch.no_grad()
 def sums_by_position(model, rows, machine, batch_size):
-    """rows: (inputs, targets) of at most T tokens. Returns, for each position, the sum of losses in nats and
-    the number of targets: (2, T)."""
+    """rows: (inputs, targets) of at most T tokens. Returns the sum of losses in nats and the number of
+    targets at each position: (2, T)."""
     lengths = torch.tensor([row.shape[1] for row in rows])
     longest = int(lengths.max())
     at_once = 2**29 if 'cuda' in machine.device else 2**26
@@ -542,9 +539,9 @@ def sums_by_position(model, rows, machine, batch_size):
 
 
 def evaluate_text(name, documents, n_bytes, base, lengths, sums):
-    """Prints and returns loss, perplexity, loss by position and bits per byte of documents (inputs, targets).
-    sums: sums_by_position of a model. Rows have base tokens. lengths: multiples of base; the last base tokens
-    of each row count, so that the targets are the same at every length."""
+    """Prints and returns measures of documents (inputs, targets). sums: sums_by_position of a model; base:
+    tokens per row; lengths: multiples of base. Only the last base tokens of a row count, so that each length
+    has the same targets."""
     by_length = {}
     longest = base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
@@ -588,6 +585,6 @@ if __name__ == '__main__':
     check_effects(settings, fields | config, globals())
     if command != 'train' and given.get('batch_size') != 'flags':
         config['batch_size'] = None
-    if given.get('dataset') == 'flags':  # a config file's dataset need not be prepared
+    if given.get('dataset') == 'flags':  # a config file's dataset may be missing
         Bins(data_folder(dataset), 'val')  # raises FileNotFoundError
     print_json(json, **COMMANDS[command](config, model_args, *more))

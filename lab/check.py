@@ -1,12 +1,12 @@
 """
-Is the code of the model and of train.py still right? Compares a small model of the config's kind with
-formulas of papers (tests/formulas.py), with torch's optimizers, and with itself on another path.
+Is the code of model and training still right? Compares a small model of the config's kind with formulas of
+papers (tests/formulas.py), with torch's optimizers, and with itself on another path.
 
     python lab/check.py config/llama_small.py
     python lab/check.py --init_from=out       # a model of this checkpoint's kind
 
 A check is a function of a small config. It raises AssertionError, or returns None or a remark. If you
-change a formula on purpose, change tests/formulas.py too.
+change a formula, change tests/formulas.py too.
 """
 import os
 import sys
@@ -26,7 +26,7 @@ from unittest import mock
 from configurator import ROOT, check_effects, configure, marked, show
 
 init_from = 'scratch'             # scratch, or a checkpoint as in sample.py
-json: bool | str = False          # True: print failures as JSON too; or a file
+json: bool | str = False          # True: print JSON too; or a file to append to
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
 
 import torch
@@ -59,7 +59,7 @@ from formulas import (
 
 SHORT = 24  # tokens
 RANDOM = marked(ROOT / 'model.py', 'random')
-SMALL = dict(  # different sizes, so that mixed-up dimensions fail
+SMALL = dict(  # different sizes, to find mixed-up dimensions
     n_embd=24, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
     linear_value_head_dim=9, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=32,
@@ -67,7 +67,7 @@ SMALL = dict(  # different sizes, so that mixed-up dimensions fail
 
 
 def tiny_config(config):
-    """A small config of the same kind: it has each kind of layer, and all options have an effect."""
+    """A small config with each kind of layer, in which all options have an effect."""
     changes = {name: SMALL.get(name, min(4, n)) for name, n in vars(config).items() if type(n) is int and n}
     patterns = {name: value for name, value in vars(config).items() if name.endswith('_pattern') and value}
     layers = dict.fromkeys(tuple(flat.letter(pattern, layer) for pattern in patterns.values())
@@ -78,7 +78,7 @@ def tiny_config(config):
                    norm_eps=0.01, dropout=0.25)
     if config.n_kv_head:
         has_heads = config.head_dim is not None
-        changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),  # four rotary pairs
+        changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),  # 4 rotary pairs
                        head_dim=math.ceil(8 / config.partial_rotary_factor) if has_heads else None)
     if config.linear_n_key_head == config.linear_n_value_head:
         changes['linear_n_value_head'] = changes.get('linear_n_key_head')
@@ -93,7 +93,7 @@ def tiny_config(config):
 
 
 def randomized(config):
-    """A model in evaluation mode whose weights and buffers all matter: none is zero or one."""
+    """A model in evaluation mode. No weights or buffers are zero or one, so all have an effect."""
     model = GPT(config)
     for w in model.state_dict().values():
         w.copy_(w + 0.2 * torch.randn_like(w) if w.ndim < 2 else 0.3 * torch.randn_like(w))
@@ -101,8 +101,8 @@ def randomized(config):
 
 
 def trainable(config):
-    """A randomized model that returns training losses without random numbers: only its outermost module is in
-    training mode."""
+    """A randomized model that returns losses without random numbers: only its outermost module is in training
+    mode."""
     model = randomized(dataclasses.replace(config, **dict.fromkeys(RANDOM, 0.0)))
     model.training = True
     return model
@@ -121,7 +121,7 @@ def unknown(names):
 
 
 def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
-    """Raises AssertionError unless all numbers agree to within tolerance times the largest, or least."""
+    """Raises AssertionError unless all numbers agree within tolerance times the largest, or least."""
     found = torch.as_tensor(found)
     expected = torch.as_tensor(expected)
     is_close = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=least)  # False for NaN
@@ -133,14 +133,14 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 # modules ----------------------------------------------------------------------------------------------------
 
 def hand_on_again(context, layer, value):
-    """Replaces ForwardContext.hand_on, because formulas call modules again."""
+    """Replaces ForwardContext.hand_on: formulas call modules again."""
     context.handed[layer] = value
 
 
 @torch.no_grad()
 @mock.patch.object(flat.ForwardContext, 'hand_on', hand_on_again)
 def check_formulas(config):
-    """Compares each module with its formula, inner modules first, then the whole model."""
+    """Compares each module with its formula, then the whole model."""
     model = trainable(dataclasses.replace(config, document_token=None))
     calls = []
     others = set()
@@ -160,7 +160,7 @@ def check_formulas(config):
                 others.add(type(module).__name__)
             if formula is moe and 'mtp' not in name:
                 routing.append(router_losses(config, module, args[0]))
-        except KeyError as error:  # not in a table of formulas.py
+        except KeyError as error:  # missing from formulas.py
             others.add(*error.args)
     logits, later = decoder(config, model, idx)
     require_equal(aux['logits'], logits, 'logits')
@@ -176,7 +176,7 @@ def check_formulas(config):
 
 
 def check_scalings(config):
-    """Compares rotary scalings with worked examples of the papers."""
+    """Compares rotary scalings with examples."""
     for name, length, options, *expected in EXAMPLES:
         found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
         for y, value in zip(found, expected):
@@ -203,7 +203,7 @@ SIZES = 'block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', '
 
 
 def check_options(config):
-    """Checks that each field that is not at its default changes shapes or the loss."""
+    """Checks that each field not at its default has an effect."""
     def outcome(config):
         torch.manual_seed(0)
         model = randomized(config).train()
@@ -237,14 +237,14 @@ def check_documents(config):
 
 @torch.no_grad()
 def check_cache(config):
-    """Compares one pass with chunks, ragged rows, copied rows, static and full caches, and rewinding. If it
-    fails, look at make_mask, Cache, slots and states."""
+    """Compares one pass with many ways to use caches. If it fails, look at make_mask, Cache, slots and
+    states."""
     model = randomized(config)
     idx = torch.randint(8, (3, SHORT))  # includes a document_token
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
-        """Appends counts of tokens. A list has a count for each row."""
+        """Appends counts of tokens. A list has one count per row."""
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
@@ -275,8 +275,8 @@ def weighted(aux):
 
 
 def check_gradients(config):
-    """Compares gradients with finite differences in float64, whose steps are too small to cross a clamp's
-    kink. If it fails, look for detach, no_grad and changes in place."""
+    """Compares gradients with finite differences in float64. If it fails, look for detach, no_grad and
+    changes in place."""
     model = trainable(config).double()
     idx = random_tokens(config, 2, SHORT)
 
@@ -284,7 +284,7 @@ def check_gradients(config):
         loss, aux = functional_call(model, {name: w}, (idx, idx.roll(-1, 1)))
         return loss + weighted(aux)
     with mock.patch.object(torch.Tensor, 'float', torch.Tensor.double):
-        for name, w in reversed([*model.named_parameters()]):  # so the first failure is next to the mistake
+        for name, w in reversed([*model.named_parameters()]):  # the first failure is next to the mistake
             is_right = any(gradcheck(functools.partial(objective, name), w, eps=step, atol=1e-8, rtol=1e-4,
                                      fast_mode=True, raise_exception=False) for step in (1e-7, 1e-6))
             assert is_right, f"the gradient of {name} is wrong, those of later parameters are right"
@@ -292,7 +292,7 @@ def check_gradients(config):
 
 
 def check_dropout(config):
-    """Checks dropout on the embedding, the attention weights and all branches, in training only."""
+    """Checks dropout of the embedding, the attention weights and all branches."""
     for p in config.dropout, 0.0:
         model = randomized(config).train(p > 0)
         with mock.patch.object(F, 'dropout', wraps=F.dropout) as dropout:
@@ -305,7 +305,7 @@ def check_dropout(config):
 
 def check_compiling(config):
     """Compiles one graph for two batches. If it fails, look for .item() and changing Python numbers."""
-    model = trainable(config).bfloat16()  # one product for all experts
+    model = trainable(config).bfloat16()
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, dynamic=False, backend='eager')
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -315,10 +315,9 @@ def check_compiling(config):
 
 @mock.patch.object(train, 'rounded', torch.Tensor.bfloat16)  # as in torch's Muon
 def check_updates(config):
-    """Compares two updates by random gradients with torch's optimizers. If it fails, look at update,
-    OPTIMIZERS and tags."""
+    """Compares two updates with torch's optimizers. If it fails, look at update, OPTIMIZERS and tags."""
     machine = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None)
-    config = dataclasses.replace(config, balance_bias=False)  # tested in tests/test_train.py
+    config = dataclasses.replace(config, balance_bias=False)
     for kind in OPTIMIZERS:
         model = randomized(config)
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}

@@ -3,19 +3,14 @@ Which choice is better, and by how much? Trains variants of a run with the same 
 
     python lab/compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
     python lab/compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
-    python lab/compare.py ladder                   # a list of lab/variants.py
-    python lab/compare.py mlp --until=decided      # adds seeds until each verdict is clear
-    python lab/compare.py scaling --json=sizes.jsonl  # for lab/scaling.py
+    python lab/compare.py mlp --until=decided      # a list of lab/variants.py
 
 The first variant is the baseline. A variant is flags for train.py, or a git revision and a colon, or both.
-The default revision, WORK, is the working tree. The code is copied first, so you may edit it meanwhile. Flags
-of train.py count for all variants. Run check.py before, and read docs/research.md.
+The default revision, WORK, is the working tree. The code is copied, so you may edit it meanwhile. Flags of
+train.py count for all variants. First run lab/check.py and read docs/research.md.
 
-Finished runs in out-compare/ are used again, so you can stop and continue, also with more seeds or variants.
-A run's folder is named by a hash of code, arguments, seed and the data's meta.json: delete it if you change a
-checkpoint that the run starts from.
-
-At equal time: --time_limit=5 --decay_lr=False and a large --max_iters.
+Finished runs in out-compare/ are used again, so you can stop and continue. A hash of code, arguments, seed
+and the data's meta.json names a run's folder: delete it if you change a checkpoint that the run starts from.
 """
 import os
 import sys
@@ -51,12 +46,12 @@ from configurator import (
 )
 
 variants: list | dict | None = None  # additions to the command line, or {name: addition}
-seeds: int | None = None          # runs per variant; None: 3, with until=decided at most 20 [>= 1]
+seeds: int | None = None          # runs per variant; None: 3, or up to 20 with until=decided [>= 1]
 seed = 1337                       # first seed
-until = ''                        # decided: seeds are added until each verdict is clear [in ('', 'decided')]
-margin = 0.02                     # until=decided: 'as good' if the interval is within ± margin
+until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
+margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
 match: str | None = None          # sets d_ff so that parameters are equal [in ('none', 'params', 'active')]
-json: bool | str = False          # True: print numbers as JSON too; or a file to append to
+json: bool | str = False          # True: print JSON too; or a file to append to
 OWN = declared(Path(__file__)).keys()
 FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
 ARGV = sys.argv[1:] if __name__ == '__main__' else []
@@ -86,7 +81,7 @@ class Variant:
     model: GPT | None  # without memory, if known
 
     def folder(self, seed):
-        """The folder of the run with this seed, named by all that the run depends on."""
+        """The folder of the run with this seed."""
         args = [[path.read_text('utf-8') for path in sorted(Path(arg).parent.glob('*.py'))
                  if path.name == Path(arg).name or path.stem in sys.modules]  # and modules that it imports
                 if is_config(arg) else arg for arg in self.args]
@@ -95,20 +90,20 @@ class Variant:
 
 
 def is_config(arg):
-    """Whether an argument is a config file."""
+    """Whether this is a config file."""
     return arg.endswith('.py') and not arg.startswith('-')
 
 
 def git(*args, **variables):
-    """The output of a git command. variables: added to the environment."""
+    """The output of a git command. variables: for its environment."""
     return subprocess.check_output(['git', *args], cwd=ROOT, encoding='utf-8', env=os.environ | variables)
 
 
 @functools.cache
 def copy_code(revision, folder):
     """Copies the Python files of a revision or of WORK to a new folder. Returns a hash of the files that runs
-    depend on. Committing WORK does not change its hash."""
-    if revision == 'WORK':  # a separate index includes new files
+    depend on."""
+    if revision == 'WORK':  # a separate index adds new files
         git('add', '*.py', GIT_INDEX_FILE=f'{folder}.index')
         revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
     git('archive', f'--output={folder}.zip', revision, '*.py')
@@ -126,7 +121,7 @@ def parse_variant(text):
 
 
 def line_settings(args, code):
-    """Settings and model fields of a command line of train.py. code: the folder of its revision."""
+    """Settings and model fields of a command line of train.py. code: its folder."""
     known = declared(code / 'model.py') | declared(code / 'train.py')
     settings = {name: setting.default for name, setting in known.items()}
     for arg in args:
@@ -136,7 +131,7 @@ def line_settings(args, code):
 
 def make_variants(texts, base, place):
     """Makes Variants of texts: name -> additions to base, a command line of train.py. Copies their code to
-    the folder `place`. Raises ValueError or FileNotFoundError for mistakes that show before any run."""
+    the folder `place`. Raises ValueError or FileNotFoundError."""
     variants = []
     for name, text in texts.items():
         revision, flags = parse_variant(text)
@@ -149,16 +144,16 @@ def make_variants(texts, base, place):
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
         settings = line_settings(args, code)
         if is_bare and settings['init_from'] != 'scratch':
-            del args[0]  # the checkpoint has the model's fields
+            del args[0]  # the checkpoint has them
         folder = data_folder(settings['dataset'])
-        Bins(folder, 'train')  # raises FileNotFoundError
+        Bins(folder, 'train')
         model = new_model(args) if revision == 'WORK' else None
         variants.append(Variant(name, code, digest + dumps(read_meta(folder)), args, model))
     return variants
 
 
 def new_model(args):
-    """The model that a command line of train.py makes, without memory; None if it loads one."""
+    """The new model of a command line of train.py, without memory, or None if it loads a model."""
     with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
         config = settings.config
@@ -167,8 +162,8 @@ def new_model(args):
 
 
 def match_size(variant, target, active):
-    """Sets d_ff, or d_expert, so that the variant has `target` parameters, or active ones, within 1%. Raises
-    ValueError if no width fits."""
+    """Sets d_ff or d_expert so that the variant has `target` (active) parameters within 1%. Raises ValueError
+    if no width fits."""
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
     was = getattr(variant.model.config, name)
 
@@ -176,7 +171,7 @@ def match_size(variant, target, active):
         variant.model = new_model([*variant.args, f'--{name}={width}'])
         return num_params(variant.model, active) - target
 
-    slope = (excess(was + 64) - excess(was)) / 64 or math.inf  # inf: the width changes nothing
+    slope = (excess(was + 64) - excess(was)) / 64 or math.inf
     exact = was - excess(was) / slope
     for width in was, *(n * max(1, round(exact / n)) for n in (64, 8, 2)):
         if abs(excess(width)) <= 0.01 * target:
@@ -198,7 +193,7 @@ def read_facts(folder):
 
 
 def read_run(folder):
-    """The facts of a run that ended, with the 'rows' of log.csv or, if it diverged, an 'error'; or None."""
+    """The facts of a run that ended, or None. They have 'rows' of log.csv, or an 'error' if it diverged."""
     facts = read_facts(folder)
     if facts.get('status') in ('done', 'time_limit'):
         log = np.genfromtxt(f'{folder}/log.csv', delimiter=',', names=True, encoding='utf-8')
@@ -207,7 +202,7 @@ def read_run(folder):
 
 
 def run_variant(variant, seed):
-    """Starts or continues a run. Returns read_run's dict, or {'error': text} if the run failed."""
+    """Starts or continues a run. Returns read_run's dict, or {'error': text} if it failed."""
     folder = Path(variant.folder(seed))
     args = [*variant.args, f'--seed={seed}']
     folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +210,7 @@ def run_variant(variant, seed):
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
         args.append('--init_from=resume')  # last, because config files may define a mixer
     with open(printed, 'w', encoding='utf-8') as f:
-        process = subprocess.Popen(  # in a session that Ctrl-C does not reach
+        process = subprocess.Popen(  # Ctrl-C does not reach its session
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -229,9 +224,9 @@ def run_variant(variant, seed):
 
 
 def run_all(variants, seeds, until='', margin=0.0):
-    """Runs what has not ended, seed by seed. Returns variant's name -> read_run's dicts. A variant gets no
-    further seed after a failure or, if until='decided', after a clear verdict. Raises ValueError if a run of
-    the baseline fails."""
+    """Completes all runs, seed by seed. Returns variant's name -> run_variant's dicts. A variant gets no
+    further seed after a failure or, if until='decided', a clear verdict. Raises ValueError if the baseline
+    fails."""
     runs = {variant.name: [] for variant in variants}
     remaining = [*variants]
     for seed in seeds:
@@ -253,15 +248,15 @@ def run_all(variants, seeds, until='', margin=0.0):
 
 # judging ----------------------------------------------------------------------------------------------------
 
-# 95% of Student's t is within ± these values, for 1, 2, ... degrees of freedom
+# 95% of Student's t is within ± these values, by degrees of freedom
 T_95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 OPEN = 'one seed', 'no difference seen'  # verdicts that more seeds may change
 
 
 def lasting(n, alpha):
-    """Half of a confidence interval for the mean of n normal differences, in standard deviations. It misses
-    the mean with probability at most alpha, even if you look after each n: the t statistic of
-    arXiv:2310.03722, with effects mixed at a standard deviation of 5."""
+    """Half of a confidence interval for the mean of n normal differences, in standard deviations. The error
+    probability is at most alpha even if you look after each n: the t statistic of arXiv:2310.03722 with
+    effects mixed at a standard deviation of 5."""
     shrink = 5 ** -2 / (n + 5 ** -2)
     bound = (alpha * shrink ** 0.5) ** (-2 / n)
     ratio = (bound - 1) / (1 - bound * shrink) if bound * shrink < 1 else math.inf  # t^2 / (n - 1)
@@ -270,16 +265,16 @@ def lasting(n, alpha):
 
 def paired_difference(losses, baseline, alpha=None, margin=0.0):
     """The mean difference of losses with the same seed, half of its 95% confidence interval or None, and the
-    verdict. If alpha is given, the interval is `lasting`, and 'as good' is a verdict too."""
+    verdict. alpha: use `lasting`; the verdict may be 'as good'."""
     differences = np.subtract(losses, baseline[:len(losses)])
     n = len(differences)
     mean = differences.mean()
     df = n - 1
     if not df:
         return mean, None, 'one seed'
-    t = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.372 / df + 2.9 / df**2  # Cornish-Fisher series
+    t = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.372 / df + 2.9 / df**2
     half = differences.std(ddof=1) * (lasting(n, alpha) if alpha else t / n ** 0.5)
-    if not math.isfinite(half):  # too few seeds
+    if not math.isfinite(half):
         return mean, None, 'no difference seen'
     if abs(mean) > half:
         return mean, half, 'better' if mean < 0 else 'worse'
@@ -287,8 +282,8 @@ def paired_difference(losses, baseline, alpha=None, margin=0.0):
 
 
 def comparison(variants, runs, until, margin):
-    """The table's rows, dicts, without failed variants. If the data differ, bits per byte are compared.
-    until: intervals hold for all variants and numbers of seeds at once."""
+    """The table's rows, without failed variants. If the data differ, it compares bits per byte. until:
+    intervals hold for all variants and numbers of seeds together."""
     finished = [variant for variant in variants if not runs[variant.name][-1]['error']]
     data = {run['data'] for variant in finished for run in runs[variant.name]}
     column = 'val_loss' if len(data) == 1 else 'val_bpb'
@@ -319,7 +314,7 @@ def comparison(variants, runs, until, margin):
 
 
 def print_comparison(rows, until):
-    """Prints a row for each variant: loss, difference, speed, sizes."""
+    """Prints one row per variant."""
     table = {}
     for row in rows:
         mean, half = row.get('difference'), row.get('half_interval')
@@ -344,7 +339,7 @@ def print_comparison(rows, until):
 # ------------------------------------------------------------------------------------------------------------
 
 def compare(config, args, name=None):
-    """Trains variants, prints the comparison and returns its numbers. args: of train.py; name: a list of
+    """Trains variants, prints the comparison and returns its numbers. args: for train.py; name: a list of
     lab/variants.py, which config and args override."""
     known = runpy.run_path(str(ROOT / 'lab/variants.py'))['LISTS'].get(name, {})
     texts = config['variants'] or known.get('variants')

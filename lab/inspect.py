@@ -5,10 +5,10 @@ Prints what happens inside a trained model when it reads a text.
     python lab/inspect.py 'The cat sat on the mat.' --init_from=out --png=a.png --layer=3  # and a picture
     python lab/inspect.py --init_from=out --rope_scaling="{'rope_type': 'yarn', 'factor': 4.0}"
 
-For each head: the entropy of its attention, the mean distance that it looks back, and its weights on the
-token itself and on the first token. For each layer: the root mean square (RMS) of the residual stream and of
-its gradient. For each rotary pair: its wavelength without and with rope_scaling. For three lengths: the
-size of the attention scores, which fused kernels never store.
+For each head, it prints the entropy of the attention, the mean distance that the head looks back, and its
+weights on the token itself and on the first token. For each layer, it prints the root mean square (RMS) of
+the residual stream and of its gradient. For each rotary pair, it prints the wavelength without and with
+rope_scaling. For three lengths, it prints the size of the attention scores, which fused kernels never store.
 """
 import os
 import sys
@@ -62,7 +62,7 @@ def wavelengths(kind, length):
 
 
 def draw(weights, labels):
-    """Draws a panel for each head and a row for each attending token."""
+    """Draws one panel per head, with one row per attending token."""
     side = 1.5 + len(labels) / 6  # inches
     figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure((side * len(weights), side))
     for axes, weight in zip(figure.subplots(1, len(weights), squeeze=False)[0], weights):

@@ -1,6 +1,6 @@
-# Lists for `python lab/compare.py NAME`. Flags on the command line follow a list's flags, and a config file
-# there replaces its base. A list needs less than 20 minutes on 2 idle CPU cores, but an hour or more if it is
-# classic, tricks, tricks_short, first_run, scaling, few_data, transfer_adamw or transfer_muon.
+# Lists for `python lab/compare.py NAME`. Flags on the command line follow a list's flags; a config file there
+# replaces its base. A list needs less than 20 minutes on 2 CPU cores, but classic, tricks, tricks_short,
+# first_run, scaling, few_data, transfer_adamw and transfer_muon need an hour or more.
 # Data: `python prepare.py --tokenizer=byte`, except:
 #   classic                                    python prepare.py shakespeare --tokenizer=char
 #   few_data                                   python prepare.py few.txt --tokenizer=char
@@ -26,7 +26,7 @@ EMBEDDING = '''--lr_scales="{{'embedding': {}}}"'''
 
 
 def over_widths(optimizer, rates):
-    """The variants of a list, from rates: (name, flags) -> {width: learning rates around the best}."""
+    """A list's variants. rates: (name, flags) -> {width: learning rates}."""
     return {f'{name}, {width} wide, {rate:g}':
                 f'--optimizer={optimizer} --n_embd={width} --learning_rate={rate} {flags}'
             for (name, flags), widths in rates.items() for width, own in widths.items() for rate in own}
@@ -90,7 +90,7 @@ LISTS = {
         'linear': '--lr_schedule=linear', 'constant': '--decay_lr=False'}),
     'tricks': dict(base=RECIPE, variants=TRICKS | {
         'heads of 64': '--n_head=2', 'relu2': '--mlp=relu2 --d_ff=576', 'softcap 15': '--logit_softcap=15'}),
-    'tricks_short': dict(base=f'{RECIPE} --max_iters=200', variants={  # for larger sizes too
+    'tricks_short': dict(base=f'{RECIPE} --max_iters=200', variants={
         'base': '', 'half as long': '--max_iters=100', 'twice as long': '--max_iters=400'} | TRICKS),
     'first_run': dict(base='config/default.py --sample_tokens=0', variants={
         'default': '', 'no windows': '--window=None --window_pattern=None', 'windows of 4': '--window=4',
@@ -98,7 +98,7 @@ LISTS = {
     'size': dict(base=f'{QUICK} --max_iters=100000 --time_limit=1 --decay_lr=False', variants={
         '4 x 128': '', '2 x 128': '--n_layer=2', '8 x 128': '--n_layer=8', '4 x 64': '--n_embd=64',
         '4 x 192': '--n_embd=192'}),
-    'ladder': dict(base=GPT2, match='params', variants={  # each with all that is above it
+    'ladder': dict(base=GPT2, match='params', variants={  # each adds to the previous one
         'GPT-2': '', 'without biases': '--bias=False', 'RoPE': '--bias=False --pos=rope',
         'RMSNorm': '--bias=False --pos=rope --norm=rmsnorm',
         'SwiGLU': '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu', 'GQA, as Llama': LLAMA,
@@ -108,7 +108,7 @@ LISTS = {
                     '--max_iters=600 --learning_rate=1e-3 --warmup_iters=50 --beta2=0.99 '
                     '--eval_interval=100 --eval_iters=20 --log_interval=25', variants={
         'GPT-2 style': '', 'Llama style': LLAMA}),
-    'scaling': dict(  # parameters besides the embedding, and tokens; scaling.py: --predicted=2
+    'scaling': dict(  # for scaling.py --predicted=2
         base=f'{RECIPE} --eval_interval=400 --log_interval=100',
         variants={f'{name}, {steps * 4096 / 1e6:.1f}M': f'{size} --max_iters={steps}'
                   for name, size, lengths in (

@@ -1,5 +1,5 @@
 """
-The published model families, which `python zoo/hub.py families` lists. Call `add` to add one.
+The published model families. Call `add` to add one.
 """
 import collections
 import fnmatch
@@ -15,38 +15,37 @@ from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
 # what a family is -------------------------------------------------------------------------------------------
 
 class Family(typing.NamedTuple):
-    """How transformers writes one model_type: its config.json and the names of its tensors.
+    """How transformers writes one model_type.
 
-    To add a family, start from the nearest one and give the names of fields and tensors that differ. Use a
-    Rule for a field that needs more than a name, and `rows` or `layouts` for a tensor that is stored
-    differently. A field of config.json that is nowhere mentioned is an error.
+    To add a family, change a similar one. If new names are not enough, use a Rule for a field, and `rows`
+    or `layouts` for a tensor. A field of config.json that no table mentions is an error.
     """
     arch: str                   # the class in transformers
-    fields: dict                # GPTConfig's field: config.json's field; the first one given counts
-    fixed: dict                 # GPTConfig's fields that config.json does not give
-    names: dict                 # our module or tensor: transformers' names (or a function of the config),
-    #                             which split its rows in order. E: number of an expert. The key
-    #                             'D.attn.c_attn' applies only to layers of mixer D
+    fields: dict                # GPTConfig's field: config.json's fields; the first one found counts
+    fixed: dict                 # values of fields that config.json lacks
+    names: dict                 # our module or tensor: transformers' names, which divide its rows in
+    #                             order, or a function of the config. E is an expert's number.
+    #                             'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
-    required: dict = {}         # only supported values of config.json's fields
+    required: dict = {}         # the only supported values of config.json's fields
     rules: tuple = ()
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each fused
     #                             projection) -> row numbers in each stored tensor
     layouts: dict = {}          # our tensor: Layout
     harmless: str = ''          # patterns of config.json's fields that change nothing
-    layers: str = 'L'           # letters of LAYER_TYPES, repeated; default for config.json's layer_types
-    exports: bool = True        # False: read only
+    layers: str = 'L'           # letters of LAYER_TYPES, repeated, if config.json has no layer_types
+    exports: bool = True        # False: cannot be written
 
 
 class Rule(typing.NamedTuple):
     """Fields of config.json that need more than a name."""
-    defaults: dict              # the fields: their default values
-    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields so far): sets the latter
-    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far): sets the latter
+    defaults: dict              # field: default value
+    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields): sets the latter
+    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json): sets the latter
 
 
 class Layout(typing.NamedTuple):
-    """How a tensor is converted."""
+    """Converts a tensor."""
     read: typing.Callable       # transformers' tensor -> ours
     write: typing.Callable      # ours -> transformers'
 
@@ -80,7 +79,6 @@ def renamed(kind, pattern, new):
 
 
 def refuse(c, **fields):
-    """Raises ValueError if there are fields."""
     if fields:
         given = ', '.join(f"{name}={value!r:.80}" for name, value in fields.items())
         raise ValueError(f"{c['model_type']} with {given} is unsupported")
@@ -90,14 +88,14 @@ def refuse(c, **fields):
 
 SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
-PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact in float32 only
+PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # only exact in float32
 ROW = Layout(lambda w: w[0], lambda w: w[None])  # (1, n)
 AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 2, 0)))  # two unused rows
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
 
 
 def shares(groups, *parts):
-    """(n,) per part -> the first share of each part, the second share of each part, ..."""
+    """(n,) per part -> the first share of each part, then the second shares, ..."""
     return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
 
 
@@ -114,18 +112,18 @@ def heads_interleaved(rows, width, begin, end):
 
 
 def rows_interleaved(config, q, k, *others):
-    """The first rows of each query's and key's head rotate."""
+    """Interleaves the rows of queries and keys that rotate."""
     return [*(heads_interleaved(rows, config.head_dim, 0, config.rope_dim) for rows in (q, k)), *others]
 
 
 def rows_swapped(config, q, k, v):
-    """Swaps the halves of each head, because nanochat rotates in the other direction."""
+    """Swaps the halves of each head, because nanochat rotates backwards."""
     return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
 
 
 def ordered(ours, *stored, groups=None):
     """A function for Family.rows. ours: one letter per projection; stored: the letters in each stored tensor;
-    groups: the field with the number of groups, if each group has a share of every projection."""
+    groups: the field with the number of groups, if each has a share of every projection."""
     def rows(config, *parts):
         named = dict(zip(ours, parts))
         return [shares(getattr(config, groups) if groups else 1, *map(named.get, one)) for one in stored]
@@ -133,59 +131,58 @@ def ordered(ours, *stored, groups=None):
 
 
 def rows_codegen(config, *qkv):
-    """Each quarter of the heads has its queries, values, keys."""
+    """Each quarter of the heads has queries, values and keys."""
     q, k, v = rows_interleaved(config, *qkv)
     return [shares(4, q, v, k)]
 
 
 def rows_latent_query(config, query):
-    """The last rows of each head rotate."""
+    """Interleaves the last rows of each head, which rotate."""
     width = config.qk_nope_head_dim + config.qk_rope_head_dim
     return [heads_interleaved(query, width, config.qk_nope_head_dim, width)]
 
 
 def rows_latent_in(config, query, latent, key):
-    """The query is one tensor; the latent and the rotary key are another."""
+    """Stores the latent and the rotary key together."""
     if config.q_lora_rank is None:
         query, = rows_latent_query(config, query)
     return [query, torch.cat((latent, interleaved(key)))]
 
 
 def rows_convolution(config, rows):
-    """Queries, keys and values have separate tensors."""
+    """Stores queries, keys and values separately."""
     keys = config.linear_n_key_head * config.linear_key_head_dim
     return rows.tensor_split([keys, 2 * keys])
 
 
 def rows_mamba_convolution(config, rows):
-    """Values, keys, queries."""
+    """Stores values before keys and queries."""
     c, b, x = rows_convolution(config, rows)
     return [torch.cat((x, b, c))]
 
 
-# fields of config.json that need more than a name -----------------------------------------------------------
+# rules ------------------------------------------------------------------------------------------------------
 
 def converted(ours, theirs, read, write, default):
-    """The Rule of a field with other values. read: (their value, GPTConfig's fields so far) -> our value;
-    write: GPTConfig -> their value."""
+    """The Rule of a field. read: (their value, GPTConfig's fields) -> our value; write: GPTConfig -> their
+    value."""
     return Rule({theirs: default}, lambda c, args: args.update({ours: read(c[theirs], args)}),
                 lambda config, c: c.update({theirs: write(config)}))
 
 
 def shared_width(theirs):
-    """The Rule of a field with the width of all shared experts together."""
+    """The Rule of the width of all shared experts together."""
     return converted('n_shared_expert', theirs,
                      lambda width, args: width and width // args['d_expert'],
                      lambda config: (config.n_shared_expert or 0) * (config.d_expert or 0), 0)
 
 
 def scale(config):
-    """The factor on attention's scores."""
     return config.attn_scale or (config.head_dim or 1) ** -0.5
 
 
 def letters(config, pattern):
-    """Each layer's letter in a pattern of GPTConfig."""
+    """Each layer's letter in a pattern."""
     return [config.mlp_of(i) if pattern == 'expert_pattern' else letter(getattr(config, pattern), i)
             for i in range(config.n_layer)]
 
@@ -202,7 +199,7 @@ def worded(pattern, theirs, words):
 
 
 def listed(pattern, theirs, marked, others):
-    """The Rule of a list of the layers with the letter `marked`; all other layers have `others`."""
+    """The Rule of a list of the layers with the letter `marked`; other layers have `others`."""
     def read(c, args):
         if c[theirs]:
             args[pattern] = ''.join(marked if i in c[theirs] else others for i in range(args['n_layer']))
@@ -249,7 +246,7 @@ def write_deepseek_v2(config, c):
 
 
 def read_indexer(c, args):
-    """The indexer chooses index_topk tokens to attend to, so shorter contexts need no indexer."""
+    """Limits the context, because the indexer only matters for more than index_topk tokens."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
@@ -263,7 +260,7 @@ def read_llama4(c, args):
         args['qk_norm'] = False
     if c['attn_temperature_tuning']:
         args['query_scale'] = dict(beta=c['attn_scale'], length=c['floor_scale'], start=1, layers='N')
-    chunks = args['pos_pattern'].replace('P', 'C').replace('N', 'L')  # layer_types agrees with this
+    chunks = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
     args.update(window=c['attention_chunk_size'], window_pattern=chunks)
 
 
@@ -278,7 +275,7 @@ def write_lfm2(config, c):
 
 
 def read_kimi_linear(c, args):
-    linear = c['linear_attn_config']  # in published files, which count layers from 1
+    linear = c['linear_attn_config']  # published files count layers from 1
     if linear:
         pattern = ''.join('KM'[i + 1 in linear['full_attn_layers']] for i in range(args['n_layer']))
         args.update(mixer_pattern=pattern, linear_key_head_dim=linear['head_dim'],
@@ -312,7 +309,7 @@ NEMOTRON_LAYERS = {  # words, or letters in older files: our letters
 
 
 def read_nemotron_h(c, args):
-    """A mixer and the MLP after it are two layers of Nemotron-H, but one block here."""
+    """A mixer and its MLP, two layers of Nemotron-H, are one block."""
     kinds = ''.join(NEMOTRON_LAYERS[one] for one in c['layers_block_type'] or c['hybrid_override_pattern'])
     blocks = re.findall('([AB])([DE]?)', kinds)
     if 'E' not in kinds:
@@ -331,7 +328,7 @@ def write_nemotron_h(config, c):
 
 
 def nemotron_layer(config, layer, name):
-    """Family.layer: the mixer and the MLP count as separate layers."""
+    """Family.layer: counts mixers and MLPs separately."""
     at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
     return f'backbone.layers.{at}.'
 
@@ -341,8 +338,8 @@ def read_gemma(c, args):
 
 
 def read_gemma4(c, args):
-    """Layers without a window have other heads; the last layer never has a window. An MLP next to experts is
-    a shared expert."""
+    """Layers without a window, such as the last layer, have other heads. An MLP next to experts is a shared
+    expert."""
     if pattern := args.get('window_pattern'):
         args['window_pattern'] = (pattern * args['n_layer'])[:args['n_layer'] - 1] + 'L'
     full = dict(head_dim=c['global_head_dim'], num_key_value_heads=c['num_global_key_value_heads'])
@@ -394,7 +391,7 @@ def write_rope_where_short(config, c):
 def read_ministral3(c, args):
     scaling = args['rope_scaling']
     scaling.pop('max_position_embeddings', None)
-    args.pop('partial_rotary_factor', None)  # it repeats qk_rope_head_dim
+    args.pop('partial_rotary_factor', None)
     args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
                                length=scaling['original_max_position_embeddings'])
 
@@ -404,7 +401,7 @@ def write_ministral3(config, c):
 
 
 def read_layer_rope(c, args):
-    """One base per layer; 0 means no rotation. All others must be equal."""
+    """Reads one base per layer: 0 for no rotation, otherwise the same."""
     bases = c['layer_rope_theta'] or [args['rope_base']]
     args['rope_base'], = {*bases} - {0} or {args['rope_base']}
     args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
@@ -415,7 +412,7 @@ def write_layer_rope(config, c):
 
 
 def read_hunyuan(c, args):
-    """A dynamic scaling with alpha is a larger base."""
+    """Replaces a dynamic scaling with alpha by a larger base."""
     scaling = args['rope_scaling'] or {}
     width = head_width(args)
     if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
@@ -424,7 +421,7 @@ def read_hunyuan(c, args):
 
 
 def read_minimind(c, args):
-    """MiniMind 3 is a Qwen3; a dense MiniMind 2, which has n_routed_experts, is a Llama."""
+    """MiniMind 3 is a Qwen3. A dense MiniMind 2 has n_routed_experts and is a Llama."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
         args['n_expert'] = 0
@@ -484,7 +481,7 @@ add(
 QWEN_EXPERTS = dict(
     n_expert='num_experts num_local_experts', n_expert_active='num_experts_per_tok',
     d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
-FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # one tensor for all experts
+FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 add('qwen3_moe', 'qwen3', 'Qwen3MoeForCausalLM', layers='S', fields=QWEN_EXPERTS, rules=(DENSE_LAYERS,))
@@ -501,7 +498,7 @@ add(
         same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
         linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads'),
     fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
-    required=dict(hidden_act='silu'),  # the convolution uses it too
+    required=dict(hidden_act='silu'),
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
            'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
@@ -524,7 +521,7 @@ DEEPSEEK_EXPERTS = like(
     fixed=dict(router='sigmoid', balance_bias=True),
     required=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'))
 LATENT = dict(
-    fixed=dict(latent_norm_eps=1e-6),  # not rms_norm_eps
+    fixed=dict(latent_norm_eps=1e-6),
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
     required=dict(rope_interleave=True),
@@ -808,7 +805,7 @@ add(
            'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
     rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS)
 add(
-    'minimind', 'qwen3_moe', 'MiniMindForCausalLM', exports=False,  # transformers does not have it
+    'minimind', 'qwen3_moe', 'MiniMindForCausalLM', exports=False,  # transformers lacks it
     harmless='n_shared_experts scoring_func',
     rules=(Rule(dict(use_moe=False, n_routed_experts=None), read_minimind),))
 add(
@@ -849,11 +846,11 @@ add('helium', 'llama', 'HeliumForCausalLM', fields=dict(proj_bias=None),
     rows=INTERLEAVED, exports=False)  # n_head * head_dim must be n_embd
 add('seed_oss', 'llama', 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'))
 add('internlm3', 'llama')
-add('iquestcoder', 'llama', exports=False)  # transformers does not have it
+add('iquestcoder', 'llama', exports=False)  # transformers lacks it
 add('ministral', 'mistral', 'MinistralForCausalLM', layers='SL')
 add('ministral3', 'mistral', 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,))
 add(
-    'mistral4', 'deepseek_v3', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not have it
+    'mistral4', 'deepseek_v3', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM lacks it
     fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
     required=dict(scoring_func='softmax'),
     rules=(LENGTH_SCALE,))
@@ -881,7 +878,7 @@ add(
     rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size')))
 add(
     'cwm', 'mistral', 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias'),
-    rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),))  # None is not allowed
+    rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),))
 add(
     'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
     fixed=LAYERNORM,
@@ -1008,11 +1005,11 @@ add(
                               use_qk_norm=True), read_llama4),
            every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E', 1),
            listed('expert_pattern', 'moe_layers', 'E', 'D')))
-add('kimi_k2', 'deepseek_v3', exports=False)  # transformers does not have it
+add('kimi_k2', 'deepseek_v3', exports=False)  # transformers lacks it
 add(
     'olmoe', 'flex_olmo', 'OlmoeForCausalLM', names=BASE.names, fields=same('clip_qkv'),
     fixed=dict(norm_placement='pre'))
-# a model without a family is exported as the first of these that fits
+# default families of exports, in order
 SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepseek_v3', 'bloom', 'falcon',
           'gpt2', 'qwen3_5_text', 'youtu', 'glm4_moe')
 LAYER_TYPES = {  # our mixer's letter; attention is S with a window, L without
@@ -1048,13 +1045,13 @@ HARMLESS = '''
     order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
     scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
     use_parallel_block use_parallel_embedding validate_runner_input word_embed_proj_dim
-'''  # fields that change nothing, or that the functions below read
+'''  # these have no effect, or are read below
 
 
 # config.json ------------------------------------------------------------------------------------------------
 
 def config_from_hf(c):
-    """config.json, old or new -> GPTConfig. Raises ValueError that names everything unsupported."""
+    """config.json -> GPTConfig. Raises ValueError that names everything unsupported."""
     c = text_config(c)
     c = c.get('attn_config', {}) | c  # MPT nests these fields
     family = family_of(c.get('model_type'))
@@ -1082,7 +1079,7 @@ def config_from_hf(c):
         rule.read(c, args)
     if args.get('n_group', 1) == 1:
         args.update(n_group=None, topk_group=None)
-    if 'expert_pattern' in args:  # it includes the dense layers
+    if 'expert_pattern' in args:
         args.pop('n_dense_layer', None)
     needed = {'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_expert', 'n_shared_expert'}
     refuse(c, **{family.fields[ours]: None for ours in needed & family.fields.keys() - args.keys()})
@@ -1091,7 +1088,6 @@ def config_from_hf(c):
 
 
 def family_of(kind):
-    """The Family of a model_type. Raises ValueError."""
     if kind not in FAMILIES:
         raise ValueError(f"model_type={kind!r} is unsupported; these are supported: "
                          f"{', '.join(sorted(FAMILIES))}")
@@ -1112,7 +1108,7 @@ def activations_of(family):
 
 def read_rope(c, args):
     """Sets the fields of rotations. The older rope_scaling overrides rope_parameters, as in transformers
-    (modeling_rope_utils, 5.23)."""
+    5.23."""
     given = c.get('rope_scaling') or c.get('rope_parameters') or {}
     local = args.pop('local', None)
     if local is None and 'full_attention' in given:
@@ -1147,7 +1143,7 @@ def rope_fields(given, c, args):
     return found
 
 
-OLDER_LOCAL = 'gemma3_text', 'olmo3'  # families with two rotations in transformers 4
+OLDER_LOCAL = 'gemma3_text', 'olmo3'  # they have two rotations in transformers 4
 
 
 def write_rope(config, c):
@@ -1174,7 +1170,6 @@ def write_rope(config, c):
 
 
 def read_layers(c, args, family):
-    """Sets window, window_pattern and mixer_pattern."""
     size = c.get('sliding_window')
     layers = family.layers
     period = (c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
@@ -1185,7 +1180,7 @@ def read_layers(c, args, family):
     if len({*layers}) > 1 and c.get('layer_types'):
         letters = {LAYER_TYPES[one]: one for one in layers} | {'mamba': 'B', 'attention': 'L'}  # Granite 4
         layers = ''.join(letters.get(one, '?') for one in c['layer_types'])
-    elif layers == 'SL' and 'max_window_layers' in c:  # number of first layers without a window
+    elif layers == 'SL' and 'max_window_layers' in c:  # the first layers have no window
         layers = 'L' * c['max_window_layers'] + 'S' * args['n_layer']
     elif isinstance(period, int):
         layers = layers[0] * (period - 1) + 'L'
@@ -1208,13 +1203,13 @@ def write_layers(config, c, family):
                             for i in range(config.n_layer)]
 
 
-NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # on one document, after training
-             'bias', 'n_dense_layer', 'window')  # other fields include these
+NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # for one document, after training
+             'bias', 'n_dense_layer', 'window')  # other fields repeat these
 
 
 def canonical(config):
-    """{field: value} without fields that have no effect, to compare what two configs compute for one
-    document. A new field of GPTConfig counts by default."""
+    """{field: value} without fields that have no effect on one document, to compare configs. A new field
+    counts by default."""
     layers = range(config.n_layer)
     patterns = {name: letters(config, name) for name, value in vars(config).items()
                 if name.endswith('_pattern') and value}
@@ -1252,15 +1247,15 @@ def write_config(config, kind):
 
 
 def config_to_hf(config, kinds=SHAPES):
-    """GPTConfig -> config.json of the first of these families that computes the same. Raises ValueError that
-    names what the nearest family lacks."""
+    """GPTConfig -> config.json of the first family that computes the same. Raises ValueError that names what
+    the nearest family lacks."""
     ours = canonical(config)
     nearest = []
     for kind in kinds:
         try:
             c = write_config(config, kind)
             read = canonical(config_from_hf(c))
-        except (LookupError, TypeError, ValueError) as error:  # this family cannot describe the model
+        except (LookupError, TypeError, ValueError) as error:
             if len(kinds) == 1:
                 raise ValueError(f"this model cannot be written as {kind}: {error}") from error
             continue
@@ -1276,7 +1271,7 @@ def config_to_hf(config, kinds=SHAPES):
 # tensors ----------------------------------------------------------------------------------------------------
 
 Stored = collections.namedtuple('Stored', 'open name shape kind')  # open().get_tensor(name) reads it
-Part = collections.namedtuple('Part', 'name index layout')  # name of a stored tensor; index into our tensor
+Part = collections.namedtuple('Part', 'name index layout')  # stored name; index into our tensor
 
 
 def plan(model, family, renamed=str):
@@ -1289,9 +1284,8 @@ def plan(model, family, renamed=str):
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
         module, _, kind = name.rpartition('.')
         mixer = config.mixer_of(int(layer)) if layer else ''
-        keys = f'{mixer}.{name}', name, f'{mixer}.{module}', module  # the first one in a table counts
+        keys = f'{mixer}.{name}', name, f'{mixer}.{module}', module  # the first one found counts
 
-        # the tensor's own name, or the module's name with .weight or .bias
         key = next((key for key in keys if key in family.names), None)
         if key is None:
             raise ValueError(f"{family.arch} has no name for {ours}: add one to zoo/families.py")
@@ -1303,17 +1297,17 @@ def plan(model, family, renamed=str):
         suffix = '' if key.endswith(name) else f'.{kind}'
         theirs = [prefix + one + suffix for one in (theirs(config) if callable(theirs) else theirs).split()]
 
-        # our rows in each stored tensor
+        # our rows in stored tensors
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
         order = next((family.rows[key] for key in keys if key in family.rows), None)
         if order:
             rows = order(config, *torch.arange(sum(widths)).split(list(widths)))
-        else:  # one projection per name; the last name has the remaining ones
+        else:  # one projection per name; the last has the rest
             theirs = theirs[:len(widths)]  # Gemma 4 may have no separate values
             ends = itertools.accumulate(widths[:len(theirs) - 1])
             rows = [slice(*both) for both in itertools.pairwise([0, *ends, None])]
 
-        # our experts are one tensor (expert, row, column)
+        # (expert, row, column)
         layout = family.layouts.get(name, SAME)
         experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
         is_experts = module.startswith('mlp.experts')
@@ -1325,7 +1319,7 @@ def plan(model, family, renamed=str):
 
 @torch.no_grad()
 def their_tensors(model, parts, dtype):
-    """{name: tensor in the family's layout}. dtype: of parameters, None: unchanged."""
+    """{name: tensor in the family's layout}. dtype: for parameters; None: unchanged."""
     state = model.state_dict()
     buffers = dict(model.named_buffers())
     return {part.name: part.layout.write(state[ours][part.index]).to(

@@ -1,4 +1,4 @@
-"""Reads and writes GGUF, llama.cpp's format for a model in one file. Reading accepts quantized files."""
+"""Reads and writes GGUF, llama.cpp's format. Reading accepts quantized files."""
 import dataclasses
 import functools
 import json
@@ -29,7 +29,7 @@ from zoo.tokenizer_json import JsonTokenizer, bpe_json, library_tokenizer, to_js
 SILU = dict(mlp='swiglu', window=None, window_pattern=None)
 QWEN = dict(SILU, proj_bias=False)
 GEMMA = dict(proj_bias=False, attn_scale=None)
-ARCHITECTURES = {  # model_type: llama.cpp's name, fields of GPTConfig that llama.cpp cannot change
+ARCHITECTURES = {  # model_type: llama.cpp's name, fields that llama.cpp cannot change
     'qwen3': ('qwen3', QWEN),
     'llama': ('llama', SILU),
     'mistral': ('llama', SILU),
@@ -56,11 +56,11 @@ FIELDS = {  # llama.cpp's key: GPTConfig's field
     'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
 SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
            'rope.scaling.original_context_length': 'original_max_position_embeddings'}
-OTHERS = {  # names in config.json for fields that some families' tables lack
+OTHERS = {  # config.json's names of fields that some families lack
     **BASE.fields, 'rope_base': 'rope_theta', 'window': 'sliding_window',
     'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
-PAIRED = 'llama', 'smollm3'  # llama.cpp stores the two rows of a rotated pair next to each other
-EXPERTS = {  # one tensor has all experts
+PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
+EXPERTS = {
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
 NEED = 'files for llama.cpp need', 'gguf'
@@ -81,7 +81,7 @@ def names_for(kind, n_layer):
 # writing ----------------------------------------------------------------------------------------------------
 
 def rope_keys(config, arch):
-    """A rope_scaling as llama.cpp's (keys, tensors). Raises ValueError if it is not supported."""
+    """A rope_scaling as llama.cpp's (keys, tensors). Raises ValueError if it is unsupported."""
     scaling = config.rope_scaling or {}
     if arch == 'llama' and scaling.get('rope_type') in ('llama3', 'longrope'):
         freq = config.rope_base ** -(torch.arange(0, config.rope_dim, 2) / config.rope_dim)
@@ -96,9 +96,9 @@ def rope_keys(config, arch):
 
 @torch.no_grad()
 def save_gguf(model, tokenizer, path, dtype=None, family=None):
-    """Writes a file for llama.cpp. dtype: of matrices, None: the model's; family: a key of ARCHITECTURES,
-    None: the model's family, or the first that fits. Raises ValueError and writes nothing if llama.cpp does
-    not support the model, or if the file exists."""
+    """Writes a file for llama.cpp. dtype: for matrices; None: the model's; family: a key of ARCHITECTURES;
+    None: the model's or the first that fits. Raises ValueError and writes nothing if llama.cpp does not
+    support the model, or if the file exists."""
     gguf = package('gguf', *NEED)
     config = model.config
     path = pathlib.Path(path)
@@ -142,7 +142,7 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
 
 @functools.lru_cache(maxsize=1)
 def contents(path):
-    """A file's (keys, {name: Stored}). Reading takes seconds; the tokenizer needs the same keys."""
+    """A file's (keys, {name: Stored}). Reading takes seconds, and the tokenizer needs the keys too."""
     gguf = package('gguf', *NEED)
     reader = gguf.GGUFReader(path)
     tensors = {one.name: one for one in reader.tensors}
@@ -156,10 +156,10 @@ def contents(path):
 
 
 def read_gguf(path):
-    """hub.read_published for a GGUF file. Raises ValueError that names what is unsupported."""
+    """hub.read_published for a GGUF file. Raises ValueError if it is unsupported."""
     keys, stored = contents(path)
     arch = keys['general.architecture']
-    kinds = {theirs: kind for kind, (theirs, _) in reversed(ARCHITECTURES.items())}  # prefer the first
+    kinds = {theirs: kind for kind, (theirs, _) in reversed(ARCHITECTURES.items())}
     if arch not in kinds:
         raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
     kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
@@ -170,7 +170,7 @@ def read_gguf(path):
             name = key.removeprefix(f'{arch}.')
             c[fields.get(FIELDS.get(name, name), name).split()[0]] = value
     scaling = {ours: c.pop(theirs, None) for theirs, ours in SCALING.items()}
-    if one := stored.get('rope_freqs.weight'):  # divisors of the frequencies, as in Llama 3
+    if one := stored.get('rope_freqs.weight'):  # divisors of frequencies
         divisors = one.open().get_tensor(one.name).tolist()
         scaling = dict(rope_type='longrope', short_factor=divisors, long_factor=divisors, factor=1.0,
                        original_max_position_embeddings=c['max_position_embeddings'])
@@ -183,25 +183,25 @@ def read_gguf(path):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]  # llama.cpp stops at each
-PATTERNS = {  # llama.cpp's name: the pattern that splits a text into words; further lines split these
+ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]
+PATTERNS = {  # llama.cpp's name: a pattern that finds words; further lines split these
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
-    **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # exports use the last
+    **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # exports use the last name
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
-    # single digits, then GPT-2's pattern
+    # single digits
     'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
     'default': r"""[\p{P}\$\+<=>\^~\|]+
 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 \p{N}+
 [0-9][0-9][0-9]""",
-    'gpt-4o':  # o200k_base differs only in combining marks
+    'gpt-4o':  # o200k_base only differs in combining marks
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"}
 SPLITS = {  # pattern in tokenizer.json: llama.cpp's name
     **{pattern: name for name, pattern in PATTERNS.items()}, '': 'gpt-2', 'ByteLevel': 'gpt-2',
-    # cl100k_base; it differs only if a text ends in line ends and spaces
+    # cl100k_base only differs if a text ends in line ends and spaces
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
     r"\s*[\r\n]|\s+(?!\S)|\s": 'llama-bpe'}
 
@@ -227,7 +227,7 @@ def tokenizer_keys(tokenizer, n_vocab):
     tokens |= {one['id']: (one['content'], 3 if one['special'] else 4) for one in spec['added_tokens']}
     texts, kinds = zip(*(tokens.get(i, (f'[PAD{i}]', 5)) for i in range(n_vocab)))
     template = tokenizer.chat_template
-    if isinstance(template, list):  # several named templates
+    if isinstance(template, list):
         template = {one['name']: one['template'] for one in template}.get('default')
     return {
         'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': SPLITS[words],
@@ -239,7 +239,7 @@ def tokenizer_keys(tokenizer, n_vocab):
 
 
 def read_tokenizer(path):
-    """The tokenizer of a file. Raises ValueError if it is not supported."""
+    """The tokenizer of a file. Raises ValueError if it is unsupported."""
     keys, _ = contents(path)
     model = keys['tokenizer.ggml.model']
     splits = keys.get('tokenizer.ggml.pre', 'default') if model == 'gpt2' else model

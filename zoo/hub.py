@@ -1,16 +1,13 @@
 """
 Reads and writes published models.
 
-    python zoo/hub.py Qwen/Qwen3-0.6B                     # downloads and describes a model
-    python zoo/hub.py folder                              # describes a folder with config.json
-    python zoo/hub.py model.gguf                          # describes a GGUF file, which may be quantized
-    python zoo/hub.py export out/ folder                  # writes a run of train.py for transformers
-    python zoo/hub.py export out/ folder --family=cohere  # writes it as this family
+    python zoo/hub.py Qwen/Qwen3-0.6B      # describes a model; a folder or .gguf file also works
+    python zoo/hub.py export out/ folder   # writes a run of train.py for transformers
     python zoo/hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # writes a file for llama.cpp
-    python zoo/hub.py families                            # lists the supported families
+    python zoo/hub.py families             # lists the supported families
 
 train.py, sample.py and bench.py accept --init_from=<id, folder or .gguf>. huggingface_hub's environment
-variables, such as HF_TOKEN and HF_HOME, apply. Weights are never read from pickles.
+variables, such as HF_TOKEN, apply. Weights are never read from pickles.
 """
 import dataclasses
 import fnmatch
@@ -25,13 +22,13 @@ import shutil
 import sys
 import tempfile
 
-if __name__ == '__main__':  # import from the repository's root, not from zoo/
+if __name__ == '__main__':  # otherwise Python searches zoo/ first
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
 from configurator import check_values, configure, package, plain
 
 dtype: str | None = None  # dtype of exported weights [in gguf.DTYPES]; q8_0: only for .gguf; None: as stored
-family: str | None = None  # family of an export; None: the model's family, or the first that fits
+family: str | None = None  # family of an export; None: the model's, or the first that fits
 settings = configure(globals(), words=3)
 words = settings.words
 
@@ -59,7 +56,7 @@ from zoo.weights import fill_rows, quantize_weights
 # import -----------------------------------------------------------------------------------------------------
 
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # names in safetensors
-WEIGHTS = 'model*.safetensors'  # one file or several
+WEIGHTS = 'model*.safetensors'
 
 
 def read_json(folder, name):
@@ -93,8 +90,8 @@ IGNORED = ['*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.indexer
 
 
 def check(parts, stored, model, family, folder):
-    """Raises ValueError that names all tensors that are missing, unexpected or of another shape."""
-    # a tied head, and a further layer for multi-token prediction
+    """Raises ValueError that names all missing, unexpected or differently shaped tensors."""
+    # a tied head, and layers for multi-token prediction
     ignored = [*IGNORED, f"{family.names['lm_head']}.weight", f'layers.{model.config.n_layer}.*']
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     found = {name: one.shape for name, one in stored.items()
@@ -108,9 +105,9 @@ def check(parts, stored, model, family, folder):
 
 @torch.no_grad()
 def fill(model, parts, stored):
-    """Copies the stored tensors into the model."""
+    """Copies stored tensors into the model."""
     for ours, w in model.state_dict().items():
-        # open the file again for each tensor, because pages that a mapping has read count as memory
+        # open files again for each tensor, because the pages read from a mapping count as memory
         opened = functools.cache(lambda file: file())
         for part in parts[ours]:
             file, name, *_ = stored[part.name]
@@ -129,7 +126,7 @@ def read_published(path):
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
     head, wte = (bare(f'{family.names[one]}.weight') for one in ('lm_head', 'wte'))
-    if config.tie_word_embeddings and head in stored:  # a file may have both, or only a head
+    if config.tie_word_embeddings and head in stored:  # the file may lack wte
         stored.setdefault(wte, stored[head])
         heads = [one.open().get_tensor(one.name) for one in (stored[head], stored[wte])]
         config = dataclasses.replace(config, tie_word_embeddings=torch.equal(*heads))
@@ -137,15 +134,15 @@ def read_published(path):
 
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
-    """A folder with config.json and safetensors, a GGUF file or an id on the hub -> GPT. dtype: of the
-    weights, None: as stored; int8: keep large weights in 8 bits; changes: fields of GPTConfig. Raises OSError
-    for missing files, ValueError that names everything that does not fit."""
+    """A folder, a GGUF file or an id on the hub -> GPT. dtype: for the weights; None: as stored; int8: keep
+    large weights in 8 bits; changes: fields of GPTConfig. Raises OSError for missing files, and ValueError
+    that names everything that does not fit."""
     folder = fetch(folder_or_id)
     c, config, (family, renamed), stored = read_published(folder)
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):
         refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
-        # use the factors for short texts by default
+        # use the factors for short texts
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings']} | changes
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
@@ -162,7 +159,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
         quantize_weights(model, dtype)
     model = model.to_empty(device=device)
     fill(model, parts, stored)
-    model.family = c['model_type'] if published.exports else None  # used by exports
+    model.family = c['model_type'] if published.exports else None
     return model.eval()
 
 
@@ -179,9 +176,9 @@ def tokenizer_files(tokenizer, model):
 
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
     """Writes a folder for transformers. tokenizer: may be None; dtype: None: the model's; family: a key of
-    FAMILIES, None: the model's family, or the first in SHAPES that fits. Raises ValueError if the family
-    computes something else or the folder is not empty, OSError or SafetensorError if writing fails; then
-    nothing has changed."""
+    FAMILIES; None: the model's or the first in SHAPES that fits. Raises ValueError if the family computes
+    something else or the folder is not empty, OSError or SafetensorError if writing fails. An error
+    changes nothing."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     family = family or getattr(model, 'family', None)
@@ -190,7 +187,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
         raise ValueError(f"{folder} is not empty: remove it, or give another name")
     texts = {}
     if tokenizer is not None:
-        stops = list(tokenizer.stop_tokens)  # includes the end of a chat answer
+        stops = list(tokenizer.stop_tokens)  # includes the end of an answer
         ends = {'eos_token_id': stops[0] if len(stops) == 1 else stops or None}
         c |= ends
         texts = tokenizer_files(tokenizer, model) | {'generation_config.json': json.dumps(ends)}
@@ -220,7 +217,7 @@ SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'token
 
 
 def fetch(name):
-    """A path or an id on the hub -> a path. Downloads weights only if config.json is supported. Raises
+    """A path or an id on the hub -> a path. It only downloads weights if config.json is supported. Raises
     OSError."""
     if os.path.exists(name):
         return os.fspath(name)
@@ -235,7 +232,7 @@ def fetch(name):
 
 
 def describe(name, folder):
-    """Prints a summary of a published model and the next commands."""
+    """Prints a summary of a model, and next commands."""
     c, config, _, stored = read_published(folder)
     with torch.device('meta'):
         model = GPT(config)
@@ -248,7 +245,7 @@ def describe(name, folder):
         ends = ' '.join(tokenizer.decode([i]) for i in tokenizer.stop_tokens)
         print(f"tokenizer: {tokenizer.n_vocab:,} tokens, end of text {ends or 'none'}, chat template "
               f"{'yes' if tokenizer.chat_template else 'no'}")
-    except (OSError, ImportError, ValueError) as error:  # the model is useful without a tokenizer
+    except (OSError, ImportError, ValueError) as error:
         return print(f"tokenizer: none ({error})\nfolder: {folder}")
     name = shlex.quote(name)
     shorter = ' --block_size=1024' * (config.block_size > 1024)
@@ -264,7 +261,7 @@ def load_published(name, device, dtype, int8, changes):
     facts = {'path': path, 'family': model.family}
     try:
         tokenizer = published_tokenizer(path)
-    except (OSError, ImportError, ValueError) as error:  # training and exporting need no tokenizer
+    except (OSError, ImportError, ValueError) as error:  # only some uses need a tokenizer
         tokenizer = None
         facts['no_tokenizer'] = str(error)
     return model, tokenizer, facts
@@ -281,7 +278,7 @@ if __name__ == '__main__':
         if tokenizer is None:
             print(f"the export has no tokenizer: {facts['no_tokenizer']}")
         save = gguf.save_gguf if is_gguf else save_pretrained
-        dtype = getattr(torch, str(dtype), dtype)  # q8_0 stays a string
+        dtype = getattr(torch, str(dtype), dtype)
         save(model, tokenizer, words[2], dtype, family or facts.get('family'))
         program = 'llama.cpp' if is_gguf else 'transformers and vLLM'
         print(f"exported {facts['path']} to {words[2]} for {program}")

@@ -1,4 +1,4 @@
-"""Published tokenizers: reads tokenizer.json with the package tokenizers, and writes it for our own."""
+"""Reads published tokenizers, and writes tokenizer.json for our own."""
 import functools
 import json
 import os
@@ -13,8 +13,7 @@ SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token'
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json. source: its text; config: SPECIAL_TOKENS and chat_template of tokenizer_config.json,
-    and eos_token_id, a list."""
+    """A tokenizer.json. source: its text; config: SPECIAL_TOKENS, chat_template and eos_token_id (a list)."""
     def __init__(self, source, config=None):
         self.source = source
         self.config = config or {}
@@ -36,7 +35,7 @@ class JsonTokenizer(Tokenizer):
         """The ids of transformers' tokenizer(text), without an end of text. whole: start with bos."""
         library = self.unmarking if allow_special and MARK in text else self.library
         library.encode_special_tokens = not allow_special  # True: as ordinary text
-        # _fast skips the positions of tokens in the text, which takes half the time
+        # _fast skips the positions of tokens, which halves the time
         encoding, = library.encode_batch_fast([without_surrogates(text)], add_special_tokens=False)
         ids = encoding.ids
         return ids if not whole or ids[:len(self.bos)] == self.bos else self.bos + ids
@@ -70,21 +69,21 @@ class JsonTokenizer(Tokenizer):
 
 def library_tokenizer(source):
     """The text of a tokenizer.json -> tokenizers.Tokenizer. Raises ValueError unless it is BPE or Unigram."""
-    import tokenizers  # only published tokenizers need it
+    import tokenizers
     tok = tokenizers.Tokenizer.from_str(source)
     if (kind := type(tok.model).__name__) not in ('BPE', 'Unigram'):
         raise ValueError(f'unsupported model {kind}: BPE and Unigram are supported')
     tok.no_truncation()
     tok.no_padding()
     if kind == 'BPE':
-        tok.model.dropout = None  # dropout makes the ids random
+        tok.model.dropout = None  # it makes ids random
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # its threads conflict with our processes
     return tok
 
 
 def token_bytes(vocab, spec):
-    """{id: bytes} of a tokenizer.json's vocabulary. Byte-level vocabularies write one character per byte,
-    except in added tokens. Others write U+2581 for a space, and <0x0A> for a byte."""
+    """{id: bytes} of a vocabulary. Byte-level vocabularies write one character per byte, except in added
+    tokens. Others write U+2581 for a space, and <0x0A> for a byte."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = byte_chars()
@@ -107,7 +106,6 @@ def json_tokenizer(path):
     folder = path if path.is_dir() else path.parent
 
     def read(name):
-        """The content of a JSON file in the folder, or {}."""
         file = folder / name
         return json.loads(file.read_bytes()) if file.exists() else {}
     config = read('tokenizer_config.json')
@@ -119,11 +117,11 @@ def json_tokenizer(path):
         i for name in ('generation_config.json', 'config.json')
         for i in np.ravel(read(name).get('eos_token_id')).tolist() if i is not None]
     file = folder / 'tokenizer.json' if path.is_dir() else path
-    return JsonTokenizer(file.read_bytes().decode(), config)  # as bytes, to keep line ends
+    return JsonTokenizer(file.read_bytes().decode(), config)  # bytes keep line ends
 
 
 def bpe_json(vocab, merges, patterns, special, byte_level=True):
-    """The text of a tokenizer.json. patterns: each one splits the pieces that the previous one found."""
+    """The text of a tokenizer.json. Each pattern splits the pieces of the previous one."""
     steps = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
              for pattern in patterns]
     level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': False, 'use_regex': False}
@@ -146,8 +144,8 @@ def byte_chars():
 
 
 def to_json(tok):
-    """The text of a tokenizer.json for one of our tokenizers. tiktoken has no list of merges, so every pair
-    of tokens that form a third token is a merge with that token's rank."""
+    """The text of a tokenizer.json for our tokenizers. tiktoken has no list of merges, so every pair of
+    tokens that form a token is a merge with that token's rank."""
     if tok.name == 'json':
         return tok.source
     if tok.name == 'byte':
@@ -161,6 +159,6 @@ def to_json(tok):
         return ''.join(chars[b] for b in token)
     merges = [[text(token[:i]), text(token[i:])] for token in sorted(ranks, key=ranks.get)
               for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-    # the package tokenizers supports possessive ++, *+ and ?+, but misreads {1,3}+ as a repetition
+    # the package supports ++, *+ and ?+, but misreads {1,3}+ as a repetition
     pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', tok.pattern)
     return bpe_json({text(token): i for token, i in ranks.items()}, merges, [pattern], tok.special)

@@ -1,6 +1,6 @@
 """
-Low-rank adapters (LoRA), which train few parameters next to frozen ones, and 8-bit weights, which need less
-memory. Both are modules that replace a linear layer.
+Replaces linear layers by low-rank adapters (LoRA), which train few parameters, or by 8-bit weights, which
+need less memory.
 """
 import os
 from pathlib import Path
@@ -16,9 +16,9 @@ from model import Embedding, FusedLinear, Linear, hidden_init, parameter
 # low-rank adapters ------------------------------------------------------------------------------------------
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with a trained update of its weight, scale * lora_b @ lora_a (Hu et al. 2021,
-    arXiv:2106.09685). lora_a (rank, n_in) starts random, lora_b (n_out, rank) at zero. The projections of a
-    FusedLinear share lora_a. AdamW trains both."""
+    """A frozen linear layer with a trained update of its weight, scale * lora_b @ lora_a
+    (arXiv:2106.09685). lora_a (rank, n_in) starts random, lora_b (n_out, rank) at zero. The projections of a
+    FusedLinear share lora_a."""
 
     def __init__(self, base, rank, scale):
         super().__init__()
@@ -29,7 +29,7 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self):
-        """The weight with its update, for merging and for mixers that read it."""
+        """The weight with its update."""
         return self.base.weight + self.scale * (self.lora_b @ self.lora_a).to(self.base.weight.dtype)
 
     @property
@@ -45,8 +45,7 @@ class LoRALinear(nn.Module):
 @torch.no_grad()
 def add_lora(model, rank, alpha, targets):
     """Freezes a GPT and replaces linear layers in its blocks by LoRALinear, with scale alpha / rank. targets:
-    the ends of their names, such as 'mlp.c_proj'. Raises ValueError for a target that is not the name of
-    Linear or FusedLinear layers."""
+    ends of names, such as 'mlp.c_proj'. Raises ValueError if a target names other layers or none."""
     modules = dict(model.h.named_modules())
     chosen = set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
@@ -69,7 +68,7 @@ def add_lora(model, rank, alpha, targets):
 
 @torch.no_grad()
 def merge_lora(model):
-    """Adds each update to its weight and removes the adapters; all parameters become trainable again."""
+    """Adds each update to its weight and removes the adapters. Makes all parameters trainable."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             module.base.weight.copy_(module.weight)
@@ -78,8 +77,8 @@ def merge_lora(model):
 
 
 def start_lora(model, config, loaded):
-    """Adds the adapters of train.py's settings to a model. loaded: sample.load's third result, or {}. Returns
-    a checkpoint's 'lora'. Raises ValueError without a base model, or if a new run would rename its file."""
+    """Adds adapters to a model. config: train.py's settings; loaded: sample.load's third result, or {}.
+    Returns a checkpoint's 'lora'. Raises ValueError without a base model, or if out_dir holds it."""
     from sample import checksum
     if not loaded:
         raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
@@ -97,8 +96,8 @@ def start_lora(model, config, loaded):
 
 
 def adapted_model(checkpoint, state, merge, changes):
-    """Loads the base model of a checkpoint of adapters. merge: add the adapters, `state`, to the weights;
-    otherwise they stay separate. Raises ValueError if the base model was trained again."""
+    """Loads the base model of a checkpoint, and adds its adapters, `state`. merge: call merge_lora.
+    Raises ValueError if the base model was trained again."""
     from sample import CHANGEABLE, checksum, load
     lora = checkpoint['lora']
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
@@ -116,8 +115,8 @@ def adapted_model(checkpoint, state, merge, changes):
 # eight bits -------------------------------------------------------------------------------------------------
 
 def quantize_rows(w, dtype):
-    """w (..., n_in) -> int8 of the same shape, and a scale (...) of dtype per row, so that their product
-    differs from w by at most half a scale ("vector-wise", arXiv:2208.07339)."""
+    """w (..., n_in) -> int8 of the same shape, and a scale (...) of dtype per row. Their product differs from
+    w by at most half a scale ("vector-wise", arXiv:2208.07339)."""
     scale = (w.abs().amax(dim=-1).float() / 127).to(dtype)
     steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
     return steps.round_().clamp_(-127, 127).to(torch.int8), scale
@@ -128,11 +127,11 @@ def int8_linear(x, w, scale, bias=None):
     rows = x.numel() // x.shape[-1]
     scale = scale.to(x.dtype)
     few = x.device.type == 'cpu' and rows <= INT8_ROWS
-    if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is slow for other widths
+    if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # this kernel is slow for other widths
         y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
-    elif few and torch.compiler.is_compiling():  # one loop, without a float32 copy of w
+    elif few and torch.compiler.is_compiling():  # one loop without a float32 copy of w
         y = (x[..., None, :] * w).sum(dim=-1) * scale
-    elif x.dtype is torch.float16:  # scale first: the product may overflow
+    elif x.dtype is torch.float16:  # the product without scale may overflow
         y = F.linear(x, w.to(x.dtype) * scale[:, None])
     else:  # convert w in parts that fit a CPU's cache
         parts = w.split(max(1, 2**18 // x.shape[-1])) if few else [w]
@@ -140,7 +139,7 @@ def int8_linear(x, w, scale, bias=None):
     return y if bias is None else y + bias.type_as(y)
 
 
-INT8_ROWS = 16  # for more rows, converting all of w first is faster
+INT8_ROWS = 16  # with more rows, converting w first is faster
 
 
 class Int8Linear(nn.Module):
@@ -151,7 +150,7 @@ class Int8Linear(nn.Module):
         weight, scale = quantize_rows(base.weight, dtype)
         self._parameters['weight'] = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
-        for name in 'bias', 'widths', 'num_embeddings', 'loop':  # None if the layer lacks it
+        for name in 'bias', 'widths', 'num_embeddings', 'loop':  # None if absent
             setattr(self, name, getattr(base, name, None))
 
     @property
@@ -174,7 +173,7 @@ class Int8Embedding(Int8Linear):
 
 
 class Int8Experts(Int8Linear):
-    """A GroupedLinear with int8 weights. Only experts with rows are read."""
+    """A GroupedLinear with int8 weights."""
 
     forward = GroupedLinear.forward
 
@@ -191,8 +190,8 @@ IN_8_BITS = {Linear: Int8Linear, FusedLinear: Int8Linear, Embedding: Int8Embeddi
 
 @torch.no_grad()
 def quantize_weights(model, dtype):
-    """Converts the large weights of a model to int8 with scales of dtype. The model can no longer be trained.
-    c_kv stays, because its mixer reads the weight. fill_rows can fill a model on the meta device."""
+    """Converts the large weights of a model to int8 with scales of dtype, after which it cannot be trained.
+    c_kv is not converted, because its mixer reads the weight."""
     for name, module in list(model.named_modules()):
         is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 'router', 'shared_gate')
         if is_large and type(module) in IN_8_BITS:
