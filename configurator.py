@@ -1,6 +1,6 @@
 """Settings from files and flags; device, dtype and seed.
 
-    $ python train.py config/small.py --batch_size=8 --compile=False  # later ones override earlier ones
+    $ python train.py config/small.py --batch_size=8 --compile=False  # the last value counts
 
 A setting is a line above configure(...), or a field of GPTConfig in model.py:
 
@@ -9,12 +9,12 @@ A setting is a line above configure(...), or a field of GPTConfig in model.py:
 Its type is its annotation, or the type of its default. Brackets in its remark are rules:
     [< 1]           a condition for the value; [in TABLE] requires a key of the script's TABLE. Numbers must
                     be at least 0, unless the default is negative or a rule begins with >
-    [if condition]  otherwise the flag has no effect and is an error. In a comment above settings, the rule
-                    applies up to the next such comment
+    [if condition]  otherwise the flag has no effect and raises an error. In a comment above settings, the
+                    rule applies up to the next comment
     [fixed]         a resumed run cannot change the setting
     [changeable]    a checkpoint can be loaded with another value of the field
     [random]        the field makes training random; lab/check.py switches it off
-Settings are read from the source, so that --help and typos do not wait for imports.
+Settings are read from the source, because imports are slow.
 """
 import ast
 import builtins
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def print0(*values):
-    """Prints on rank 0. A closed pipe (`| tee log` after Ctrl-C) does not stop the script."""
+    """Prints on rank 0. A closed pipe does not stop the script."""
     if os.environ.get('RANK', '0') == '0':
         try:
             print(*values, flush=True)
@@ -53,7 +53,7 @@ def duration(seconds):
 
 
 def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
-    """Imports an optional package. Raises ImportError that names the pip command."""
+    """Imports a package. Raises ImportError with the pip command."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -74,7 +74,7 @@ SETTING = re.compile(r'''
 
 
 def declared(path):
-    """name -> Setting, for a script's settings or GPTConfig's fields. Does not run the file."""
+    """Returns {name: Setting} of a script or of GPTConfig."""
     text = re.sub(r'""".*?"""', '', path.read_text('utf-8'), flags=re.S)
     fields = text.partition('class GPTConfig:')[2].partition('\n    def ')[0]
     text = textwrap.dedent(fields) or re.split(r'^(?:.* = )?configure\(', text, flags=re.M)[0]
@@ -83,7 +83,7 @@ def declared(path):
     for match in SETTING.finditer(text):
         above, name, kinds, default, remark = match.groups('')
         default = ast.literal_eval(default)
-        # 'bool | list[int]' -> bool, list; the values of Literals and the keys of tables are texts
+        # 'bool | list[int]' -> bool, list; Literals and tables become str
         kinds = re.sub(r"\[.*?\]|'", '', kinds or type(default).__name__)
         kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
         if headings := re.findall('^# .*', above, re.M):
@@ -101,8 +101,8 @@ def marked(path, mark):
 
 
 def fit(value, kinds):
-    """The value, or the Python literal that it spells, as a type named in kinds: 1e6 may be an int. Raises
-    ValueError if no type fits."""
+    """Converts a value, or the Python literal in a text, to one of these types; 1e6 may be an int. Raises
+    ValueError."""
     if isinstance(value, str):
         spelled = {'true': 'True', 'false': 'False'}.get(value, value)
         with contextlib.suppress(ValueError, SyntaxError, OverflowError):
@@ -119,7 +119,7 @@ TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True 
 
 
 def checked(origin, name, value, known):
-    """The value in the setting's type. origin: file or flag. Raises ValueError."""
+    """Converts a setting's value. origin: file or flag. Raises ValueError."""
     if name not in known:
         near = difflib.get_close_matches(name, known)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
@@ -140,13 +140,13 @@ def read_flag(flag, known):
 
 
 def run_file(name, values):
-    """Runs a config file, which can read `values`. Returns the settings that it assigns, and other lower-case
-    names with plain values."""
+    """Runs a config file, which can read `values`. Returns the settings and other plain values that it
+    assigns."""
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
         raise ValueError(f"there is no config file {name}: neither here nor in {ROOT}")
     sys.path.append(str(path.resolve().parent))  # for imports of files next to it
-    # values are builtins, so that the file's globals are only what it assigned
+    # values are builtins, so that the result does not contain them
     assigned = runpy.run_path(str(path), {'__builtins__': vars(builtins) | values})
     plain = bool, int, float, str, tuple, list, dict, type(None)
     return {key: value for key, value in assigned.items() if key in values or (
@@ -161,12 +161,12 @@ def settings_of_scripts():
 
 
 def show(label, values):
-    """Prints settings, wrapped."""
+    """Prints settings."""
     items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'nothing for this script'
     print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
-# model_args  fields of GPTConfig that files and flags give
+# model_args  fields of GPTConfig that are given
 # words       plain words of the command line
 # given       name -> 'flags' or a config file, in order
 # known       name -> Setting
@@ -176,11 +176,10 @@ Configured = collections.namedtuple('Configured', 'config model_args words given
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, tunes=False, texts=False):
     """Overrides a script's settings by config files and flags, and prints them.
 
-    settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: how
-    many plain words are allowed. argv: a command line that is not the script's own. default_file: used if
-    the command line names no config file and no model; tunes: for a model, its settings of the script still
-    apply. texts: .py files outside of config/ are words. Raises ValueError for unknown settings and files,
-    and for wrong types.
+    settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
+    number of plain words allowed. argv: replaces the script's command line. default_file: used if no config
+    file and no model is named; tunes: with a model, it still sets the script's own settings. texts: .py files
+    outside of config/ are words. Raises ValueError for unknown settings and wrong types.
     """
     launched = settings['__name__'] == '__main__'
     own = declared(Path(settings['__file__']))
@@ -228,8 +227,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
 
 
 def unmet(rules, tables, values):
-    """The first condition of an [if ...] rule that does not hold, or None. The keys of values and tables are
-    names in conditions."""
+    """The first [if ...] condition that does not hold, or None. Conditions may use the names in values and
+    tables."""
     for rule in rules:
         if rule.startswith('if ') and not eval(rule[3:], tables, values):
             return rule[3:]
@@ -249,8 +248,8 @@ def check_values(settings, values, tables):
 
 
 def check_effects(settings, values, tables):
-    """Raises ValueError if a flag has no effect with these values, unless it gives the default. Config files
-    serve many runs, so their lines may have no effect."""
+    """Raises ValueError if a flag has no effect, unless it gives the default. Config files may serve several
+    runs."""
     for name in settings.given.keys() & values.keys():
         setting = settings.known[name]
         if settings.given[name] == 'flags' and values[name] != setting.default and (
@@ -274,7 +273,7 @@ def reading(path):
 
 @contextlib.contextmanager
 def naming(fields):
-    """Raises ValueError that names the given fields of GPTConfig if the model fails in torch."""
+    """Raises ValueError that names these fields of GPTConfig if torch fails."""
     try:
         yield
     except (TypeError, LookupError, RuntimeError, ArithmeticError) as error:
@@ -283,14 +282,14 @@ def naming(fields):
 
 
 def on_purpose(error):
-    """Whether a `raise` of this repository made this error."""
+    """Whether this repository raised this error."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (isinstance(error, (ValueError, OSError, ImportError)) and frame.line.startswith('raise ')
             and Path(frame.filename).resolve().is_relative_to(ROOT))
 
 
 def one_line_errors(kind, error, trace):
-    """The excepthook of scripts: prints one line for errors that users can mend, otherwise a traceback."""
+    """An excepthook: prints one line for errors that users can mend."""
     message = str(error)
     if kind is BrokenPipeError:
         os._exit(141)  # `| head`: print nothing, not even at exit
@@ -311,9 +310,9 @@ def one_line_errors(kind, error, trace):
 def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
     """Chooses device and dtype, and seeds torch.
 
-    dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether the
-    time to read weights dominates. Returns device, device_type, dtype (torch's) and autocast, a function
-    that returns a context. Raises ValueError if the device is not available or lacks the dtype.
+    dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether
+    reading weights dominates. Returns device, device_type, dtype (torch's) and autocast, which returns a
+    context. Raises ValueError if the device or dtype is not available.
     """
     import torch
     device = choose_device(device)
@@ -325,14 +324,14 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name()
         fastest = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-        if dtype == 'float32':  # TF32; in 16-bit runs, routers and states need float32
+        if dtype == 'float32':  # TF32; 16-bit runs need float32 for routers
             precision = 'high'
     elif kind == 'cpu':
         keep_freed_memory()
-        # bfloat16 halves the bytes of weights, and torch's int8 kernel is fast only in bfloat16
+        # bfloat16 halves the bytes of weights
         if bound_by_memory or cpu_has_bfloat16():
             fastest = 'bfloat16'
-        # oneDNN: exact on AMD, and 2.5 times as fast as MKL; on Intel it is slower and inexact
+        # oneDNN is 2.5 times as fast as MKL on AMD, but slower and inexact on Intel
         cpu = Path('/proc/cpuinfo')
         if cpu.exists() and 'AuthenticAMD' in cpu.read_text('utf-8'):
             precision = 'medium'
@@ -350,8 +349,8 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
 
 
 def choose_device(device):
-    """'auto', 'cpu', 'cuda', 'cuda:1', 'mps' -> the device's name; each rank of torchrun has its own GPU.
-    Raises ValueError if the device is not available."""
+    """Resolves 'auto', and gives each rank of torchrun its own GPU. Raises ValueError if the device is not
+    available."""
     import torch
     if device == 'auto':
         device = str(torch.accelerator.current_accelerator() or 'cpu')
@@ -366,7 +365,7 @@ def choose_device(device):
 
 
 def cpu_has_bfloat16():
-    """Whether the CPU has bfloat16 units; without them bfloat16 matmuls are up to 30 times slower."""
+    """Whether the CPU has bfloat16 units. Without them, bfloat16 is up to 30 times slower."""
     import torch
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
@@ -376,7 +375,7 @@ def can_compile(device):
     import torch
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
-    except Exception as error:  # from torch, Triton, a compiler or the system
+    except Exception as error:  # from torch, Triton or a compiler
         print0("running eagerly, which is slower: torch.compile needs a C and a C++ compiler and Python.h "
                f"(Debian: build-essential, python3-dev); it reports {error!r:.200}")
         return False
@@ -384,31 +383,31 @@ def can_compile(device):
 
 
 def resolve_compile(compile, device, flops):
-    """compile='auto' -> bool. flops: FLOPs of this rank's run. Compiling takes 40 seconds; the limits are two
-    minutes of uncompiled training on a GPU or two CPU cores."""
+    """Resolves 'auto'. flops: FLOPs of this rank's run. The limits are two minutes of uncompiled training on
+    a GPU or two CPU cores."""
     if compile != 'auto':
         return compile
     return device != 'mps' and flops > (4e15 if 'cuda' in device else 1.4e13) and can_compile(device)
 
 
 def compile_model(model, device):
-    """A compiled callable with the arguments of model(...); the model does not change."""
+    """Compiles a callable like model(...), without changing the model."""
     import torch
-    # the random numbers of uncompiled code are fast on a CPU
+    # eager random numbers are fast on a CPU
     return torch.compile(model, dynamic=False,
                          options=None if 'cuda' in device else {'fallback_random': True})
 
 
 def keep_freed_memory(below=1 << 30):
-    """Makes glibc keep freed blocks of less than `below` bytes. Training steps on a CPU would take 25% longer
-    otherwise; gaps between kept blocks take 25% to 100% more memory."""
+    """Makes glibc keep freed blocks of less than `below` bytes. CPU training is faster, but needs 25% to 100%
+    more memory."""
     with contextlib.suppress(AttributeError, TypeError):  # only glibc has mallopt
         # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
         for option, value in (-3, below), (-1, 2**31 - 1), (-2, 64 << 20):
             ctypes.CDLL(None).mallopt(option, value)
 
 
-# by part of the device's name; data sheets' dense 16-bit matmuls with float32 sums
+# part of the device's name -> dense 16-bit TFLOP/s of its data sheet
 PEAK_TFLOPS = {
     'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'L40S': 362, 'V100': 125, 'T4': 65,
     'RTX 4090': 165, 'RTX 3090': 71,
@@ -416,7 +415,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device, dtype):
-    """16-bit FLOP/s of the device, or None if unknown."""
+    """16-bit FLOP/s of the device, or None."""
     import torch
     if 'cuda' not in device or dtype == torch.float32:
         return None
@@ -436,5 +435,5 @@ def peak_mb(device):
 
 
 def plain(dtype):
-    """'bfloat16', without torch's prefix."""
+    """The dtype's name, like 'bfloat16'."""
     return str(dtype).removeprefix('torch.')

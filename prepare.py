@@ -3,14 +3,13 @@
     $ python prepare.py                               # Python's library: data/pystdlib_bpe4096
     $ python prepare.py shakespeare --tokenizer=char  # data/shakespeare_char
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
-    $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: one document per file
+    $ python prepare.py 'notes/**/*.md'               # a folder or quoted glob: one document per file
     $ python prepare.py tales.jsonl.gz --field=story  # one document per record; also .json, .csv, .parquet
-    $ zcat *.gz | python prepare.py -
-    $ python prepare.py climbmix --tokenizer=gpt2     # web text, 10 files; fineweb_edu: web text as tokens
-    $ python prepare.py chats.jsonl                   # conversations, with masks of what to learn
+    $ python prepare.py climbmix --tokenizer=gpt2     # web text, 10 files
+    $ python prepare.py chats.jsonl                   # conversations
     $ python prepare.py look data/chats               # shows a prepared folder
 
-A .bin file holds only tokens, in little-endian uint16 if the vocabulary fits, else in uint32.
+A .bin file holds only tokens, in little-endian uint16, or uint32 for large vocabularies.
 """
 import ast
 import collections
@@ -39,10 +38,10 @@ from configurator import check_effects, check_values, configure, print0, reading
 
 # A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
-# name of the field that has a record's text or messages
+# the field of a record's text or messages
 field = 'text'             # [if source not in SOURCES]
 # Invalid UTF-8: strict stops, replace writes U+FFFD, ignore omits it. ignore also omits conversations that
-# the chat template rejects.
+# fail.
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
 # byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), or a folder: a run, prepared
 # data, or one with tokenizer.json. None: the source's; for conversations data/pystdlib_bpe4096, else byte
@@ -51,10 +50,10 @@ tokenizer: str | None = None
 special_tokens = 'text'    # [in ('text', 'tokens')]
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replace data of another source in out
-# validation: every 10th document, or the end of a single text; at most 10M characters or 10,000 conversations
+# share of text for validation, at most 10M characters or 10,000 conversations
 val_fraction = 0.1         # [> 0] [<= 0.5]
 block_size = 256           # tokens per slot of conversations; must equal train.py's [>= 2]
-# number of files to download from a source that has many
+# number of files to download
 shards = 10                # [>= 1] [if source in SOURCES]
 procs: int | None = None   # processes that encode; None: one per core [>= 1]
 settings = configure(globals(), words=2, texts=True)
@@ -75,7 +74,6 @@ from tokenizer import (
 
 SPLITS = 'train', 'val'
 FIRST_RUN = 'data/pystdlib_bpe4096'  # made by `python prepare.py`
-# as much as nanoGPT's evaluation reads
 VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
@@ -83,7 +81,7 @@ cleanup = contextlib.ExitStack()  # removes temporary files
 
 
 # files as documents -----------------------------------------------------------------------------------------
-# a document: an iterable of blocks of text, or a Conversation
+# document: blocks of text, or a Conversation
 
 def unpacked(path):
     """'a.jsonl' for a.jsonl.gz"""
@@ -97,7 +95,7 @@ def ending(path):
 
 @contextlib.contextmanager
 def open_text(path, errors):
-    """Opens a text file, perhaps a .gz. Raises ValueError if it is not UTF-8."""
+    """Opens a text file or .gz. Raises ValueError if it is not UTF-8."""
     opened = open if path == unpacked(path) else gzip.open
     with opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='') as f:
         try:
@@ -108,7 +106,7 @@ def open_text(path, errors):
 
 
 def read_text(path, errors):
-    """The text of a file in blocks."""
+    """A file's blocks of text."""
     with open_text(path, errors) as f:
         yield from iter(functools.partial(f.read, 1 << 20), '')
 
@@ -128,7 +126,7 @@ def text_documents(path, errors):
 
 
 def json_records(path, errors):
-    """The records of a JSON Lines file."""
+    """Reads JSON Lines."""
     with open_text(path, errors) as f:
         for n, line in enumerate(f, 1):
             if line.strip():
@@ -138,32 +136,32 @@ def json_records(path, errors):
 
 
 def array_records(path, errors):
-    """The records of a JSON array."""
+    """Reads a JSON array."""
     with open_text(path, errors) as f:
         yield from json.load(f)
 
 
 def csv_records(path, errors, delimiter=','):
-    """The records of a CSV file with a header."""
+    """Reads CSV."""
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
         yield from csv.DictReader(f, delimiter=delimiter, strict=True)
 
 
 def parquet_records(path, errors):
-    """The records of a parquet file."""
+    """Reads parquet."""
     import pyarrow.parquet
     for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
         yield from batch.to_pylist()
 
 
-# By ending: functions of a path and errors that yield records, {field: value}
+# ending -> function of (path, errors) that yields records, {field: value}
 FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': array_records, '.csv': csv_records,
            '.tsv': functools.partial(csv_records, delimiter='\t'), '.parquet': parquet_records}
 
 
 def format_of(path):
-    """The function that reads the file; None for text. A .json file may be an array, JSON Lines or text."""
+    """The reader of a file; None for text."""
     if ending(path) != '.json':
         return FORMATS.get(ending(path))
     with open_text(path, 'replace') as f:
@@ -187,13 +185,13 @@ def file_documents(paths, field='text', errors='strict'):
 
 # messages: [{'role': 'user', 'content': text, perhaps more}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
-NAMES = {  # a dataset's name of a field -> our name
+NAMES = {  # a dataset's field -> our name
     'conversations': 'messages', 'prompt': 'question', 'instruction': 'question', 'input': 'more',
     'context': 'more', 'output': 'answer', 'response': 'answer', 'completion': 'answer',
     'system_prompt': 'system', 'from': 'role', 'value': 'content'}
 SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'developer': 'system'}
 ROLES = 'system', 'user', 'assistant', 'tool'
-LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # 0 or false: do not learn it
+LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # false: do not learn it
 
 
 def read_record(place, record, field='text'):
@@ -219,7 +217,7 @@ def read_record(place, record, field='text'):
 
 
 def read_message(place, message):
-    """A message as chat templates expect it. Raises ValueError if it lacks a role or content."""
+    """A message for chat templates. Raises ValueError if it lacks a role or content."""
     message = renamed(message)
     message['role'] = SPEAKERS.get(message.get('role'), message.get('role'))
     if calls := from_json(message.get('tool_calls')):
@@ -238,7 +236,7 @@ def read_message(place, message):
 
 
 def renamed(record):
-    """The record without nulls and with our names. The first field of a name counts."""
+    """The record without nulls and with our names. The first field counts."""
     result = {}
     for key, value in record.items():
         if value is not None:
@@ -247,7 +245,7 @@ def renamed(record):
 
 
 def from_json(value):
-    """A JSON value, perhaps given as text, without nulls."""
+    """A JSON value, perhaps from text, without nulls."""
     return json_value(json.loads(value) if value and isinstance(value, str) else value)
 
 
@@ -276,17 +274,17 @@ WORDINGS = {ast.Module: ('What is the module {} for?', 'Explain the module {}.',
 
 
 def library_files():
-    """The files of Python's standard library, without tests and installed packages."""
+    """The standard library's files, without tests and packages."""
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
         folders[:] = set(folders) - LEFT_OUT
         files += [os.path.join(folder, name) for name in names if name.endswith('.py')
                   and not name.startswith('_sysconfigdata')]  # specific to this machine
-    return sorted(files, key=Path)  # the same order on every system
+    return sorted(files, key=Path)  # the same order everywhere
 
 
 def library_docs():
-    """(name, wordings, docstring, arguments) of the library's modules, classes and functions."""
+    """(name, wordings, docstring, arguments) of modules, classes and functions."""
     stdlib = sysconfig.get_path('stdlib')
     for path in map(Path, library_files()):
         parts = path.with_suffix('').relative_to(stdlib).parts
@@ -311,8 +309,8 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about one to three functions, classes or modules. Each is in two questions, so that
-    training has the answers to most validation questions."""
+    """Conversations about one to three names. Each name is in two questions, so that training has most
+    answers of validation."""
     talks = []
     order = random.Random(0)
     for n, (name, wordings, doc, arguments) in enumerate(library_docs()):
@@ -332,16 +330,16 @@ def pydoc_chats():
 
 # sources ----------------------------------------------------------------------------------------------------
 
-# documents: a function of no arguments that yields documents, but no empty ones
+# documents: a function that yields documents, but no empty ones
 # chats: whether they are Conversations
-# shards: instead of documents, URLs of files of tokens, the first for validation
+# shards: URLs of token files instead of documents; the first is for validation
 # tokenizer: the default
 Source = collections.namedtuple('Source', 'name label documents chats shards tokenizer',
                                 defaults=[None, False, None, None])
 
 
 def fetch(url, folder):
-    """Downloads a file, unless it is in the folder -> its path. Raises OSError."""
+    """Downloads a file once -> its path. Raises OSError."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
@@ -364,7 +362,7 @@ MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
 
 
 def download(name, url, most=1, **options):
-    """A Source of up to `most` files. {} in the url stands for a file's number."""
+    """A Source of up to `most` files. {} is a file's number."""
     def documents():
         urls = map(url.format, range(min(shards, most)))
         return file_documents([fetch(url, f'data/{name}') for url in urls], errors=errors)
@@ -395,22 +393,22 @@ SOURCES = {source.name: source for source in (
 
 
 def find_source(source):
-    """The Source of this name, file, folder (without hidden files) or glob; -: standard input."""
+    """The Source of a name, file, folder (without hidden files), glob or - (standard input)."""
     if source in SOURCES:
         return SOURCES[source]
     path = os.path.expanduser(source)  # a shell leaves ~ in a quoted glob
-    if source == '-':  # documents are read twice; .json may also be text
+    if source == '-':  # documents are read twice
         path = os.path.join(cleanup.enter_context(tempfile.TemporaryDirectory()), 'stdin.json')
         with open(path, 'wb') as f:
             shutil.copyfileobj(sys.stdin.buffer, f)
     if os.path.isfile(path):
         name = Path(unpacked(path)).stem
         paths = [path]
-    else:  # named after the last folder without wildcards
+    else:  # the last folder without wildcards
         pattern = os.path.join(glob.escape(path), '**', '*') if os.path.isdir(path) else path
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
         files = filter(os.path.isfile, glob.glob(pattern, recursive=True))
-        paths = sorted({*map(os.path.realpath, files)}, key=Path)  # a link may lead to its own folder
+        paths = sorted({*map(os.path.realpath, files)}, key=Path)  # links may form loops
     if not paths:
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
@@ -435,17 +433,17 @@ def output_folder(out, source, tokenizer):
 # splits and ids --------------------------------------------------------------------------------------------
 
 def characters_to_train_on(source, fraction):
-    """How many characters at the beginning of each document are for training; None for conversations.
+    """The number of characters per document to train on; None for conversations.
 
-    Every n-th document, n = 1 / fraction, is for validation, up to this fraction of all text and up to
-    VAL_CHARACTERS. Of a single text the end is for validation, as in nanoGPT.
+    Every n-th document, n = 1 / fraction, or the end of a single text, is for validation: up to this fraction
+    of all text and VAL_CHARACTERS.
     """
     if source.chats:
         return None
     n_train = [sum(map(len, document)) for document in source.documents()]
     total = sum(n_train)
     fraction = min(fraction, VAL_CHARACTERS / max(1, total))
-    room = total - int(total * (1 - fraction))  # for validation
+    room = total - int(total * (1 - fraction))
     for n in range(len(n_train) > 1, len(n_train), round(1 / fraction)):
         n_val = min(n_train[n], room)
         n_train[n] -= n_val
@@ -454,7 +452,7 @@ def characters_to_train_on(source, fraction):
 
 
 def split_texts(source, fraction, n_train):
-    """Yields (split, document or part of it, whether there are several)."""
+    """Yields (split, document or part, whether there are several)."""
     for n, document in enumerate(source.documents()):
         if source.chats:
             is_val = n % round(1 / fraction) == 1 and n * fraction < VAL_CHATS
@@ -465,7 +463,7 @@ def split_texts(source, fraction, n_train):
 
 
 def cut_in_two(blocks, n_train):
-    """Yields (split, block): the first n_train characters are for training."""
+    """Yields (split, block). Training gets the first n_train characters."""
     for block in blocks:
         if n_train:
             yield 'train', block[:n_train]
@@ -475,7 +473,7 @@ def cut_in_two(blocks, n_train):
 
 
 def pieces_of_texts(texts, can_cut):
-    """Yields (split, piece of a text, whether it needs a bos, whether it needs an eot)."""
+    """Yields (split, piece, whether it needs a bos, whether it needs an eot)."""
     for split, blocks, several in texts:
         for n, (text, last) in enumerate(pieces(blocks, can_cut)):
             yield split, text, n == 0, last and several
@@ -485,7 +483,7 @@ def encode_piece(tok, special_tokens, piece):
     """An item of pieces_of_texts -> (split, ids, no mask, bytes of text)."""
     split, text, begins, ends = piece
     ids = (tok.encode_chat if special_tokens == 'tokens' else tok.encode_array)(text)
-    parts = [ids]  # which may already contain bos and eot, as in the data of MiniMind 2
+    parts = [ids]  # may already contain bos and eot (MiniMind 2)
     if begins and not {*ids[:1]} & {*tok.bos}:
         parts.insert(0, tok.bos)
     if ends and tok.eot not in ids[-1:]:
@@ -509,8 +507,8 @@ def encode_chat(tok, special_tokens, errors, item):
 
 
 def encode_conversation(tok, conversation):
-    """(ids, mask). The uint8 mask is 1 for answers: from the first id that differs from the rendered prompt
-    to the next stop token. Raises ValueError if there is none."""
+    """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
+    next stop token. Raises ValueError without one."""
     _, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
@@ -536,8 +534,8 @@ def encode_conversation(tok, conversation):
 def pack(encoded, block_size, eot, counts):
     """(split, ids, mask, n_bytes) of conversations -> the same in slots of block_size tokens.
 
-    eot begins conversations and fills slots. Longer conversations are cut. A split ends with one more token,
-    because the last target of a slot is the first token of the next.
+    eot begins conversations and fills slots. Longer conversations are cut. A split ends with one more
+    token, which is its last target.
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
@@ -564,19 +562,19 @@ def dtype_of(n_vocab):
 
 # writing ----------------------------------------------------------------------------------------------------
 
-# kind of tokenizer -> the part of its state that has its own file, tokenizer.<kind>
+# kind of tokenizer -> the part of its state in tokenizer.<kind>
 TABLES = {'tiktoken': 'ranks', 'json': 'source'}
 
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='text',
                   errors='strict'):
-    """Writes a prepared folder -> its meta. texts: from split_texts; block_size: only for conversations."""
+    """Writes a folder -> its meta. texts: from split_texts; block_size: only for conversations."""
     counts = collections.Counter()
     eot = tok.eot
     if block_size:
         work = functools.partial(encode_chat, tok, special_tokens, errors)
         encoded = filter(None, in_processes(procs, work, texts))
-        # if possible, one that does not end messages
+        # prefer one that does not end messages
         eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)
         encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
     else:
@@ -591,13 +589,13 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         folder.mkdir(exist_ok=True)
         for name in 'train.mask.bin', 'val.mask.bin', 'tokenizer.tiktoken':
             (folder / name).unlink(missing_ok=True)
-        for path in temp.iterdir():  # a run that reads the old files keeps them
+        for path in temp.iterdir():  # running jobs keep the old files
             path.replace(folder / path.name)
     return meta
 
 
 def write_bins(folder, encoded, counts):
-    """Writes encoded items to .bin and .mask.bin, and adds to counts."""
+    """Writes .bin and .mask.bin, and adds to counts."""
     shown = time.time()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
@@ -615,7 +613,7 @@ def write_bins(folder, encoded, counts):
         if not counts[f'{split}_learnt']:
             raise ValueError(f'{split} has no token to learn: add text, or conversations in which a message '
                              'of the role assistant fits into --block_size')
-    # bits per byte = validation loss / ln 2 / this
+    # for bits per byte
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
 
 
@@ -631,7 +629,7 @@ def write_meta(folder, tok, label, eot, counts):
 
 
 def fetch_shards(folder, source):
-    """Downloads a source's shards of GPT-2 tokens -> the meta."""
+    """Downloads shards of GPT-2 tokens -> the meta."""
     tok = tiktoken_tokenizer('gpt2')  # before the long download
     val, *train = (read_shard(fetch(url, folder), '<u2') for url in source.shards)
     n_bytes = sum(int(tok.sizes[ids].sum()) for ids in np.array_split(val, 100))
@@ -643,7 +641,7 @@ def fetch_shards(folder, source):
 # reading ----------------------------------------------------------------------------------------------------
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads plain data and rejects classes, with which a pickle could run code."""
+    """Rejects classes, which could run code."""
     def find_class(self, module, name):
         raise ValueError(f'meta.pkl contains {module}.{name}, but only plain data is supported')
 
@@ -662,16 +660,16 @@ def read_meta(folder):
         return meta | {'vocab_size': nanogpt['vocab_size'], 'tokenizer': {
             'kind': 'char', 'chars': [*nanogpt['itos'].values()], 'eot': None}}
     print_once(f'{folder} has no meta.json or meta.pkl: assuming the GPT-2 encoding')
-    return meta | {'vocab_size': 50304, 'eot': 50256}  # nanoGPT's size: 50257, rounded up
+    return meta | {'vocab_size': 50304, 'eot': 50256}  # nanoGPT's size
 
 
 def is_prepared(folder):
-    """Whether the folder has prepared data, ours or nanoGPT's."""
+    """Whether the folder has prepared data."""
     return any(Path(folder, name).exists() for name in ('meta.json', 'meta.pkl', 'train.bin'))
 
 
 def checkpoint_in(folder):
-    """The path of a folder's ckpt.pt, or of a .pt file; None if there is none."""
+    """A folder's ckpt.pt, or this .pt file; None if missing."""
     path = Path(folder)
     if path.suffix != '.pt':
         path /= 'ckpt.pt'
@@ -684,7 +682,7 @@ def load_tokenizer(folder):
         from zoo.hub import published_tokenizer
         return published_tokenizer(folder)
     if path := checkpoint_in(folder):
-        import torch  # takes a second
+        import torch
         return tokenizer_from_state(torch.load(path, 'cpu', weights_only=True, mmap=True)['tokenizer'])
     state = read_meta(folder)['tokenizer']
     if state is None:
@@ -694,12 +692,12 @@ def load_tokenizer(folder):
     return tokenizer_from_state(state)
 
 
-HEADER_BYTES = 1024  # of a foreign shard: int32 magic, version, number of tokens, zeros
+HEADER_BYTES = 1024  # int32 magic, version, number of tokens, zeros
 HEADER_MAGIC = 20240520
 
 
 def read_shard(path, dtype):
-    """The tokens of a file, with or without a header, as a memory-mapped array."""
+    """A file's tokens, memory-mapped, with or without a header."""
     head = np.fromfile(path, '<i4', 3)
     if len(head) == 3 and head[0] == HEADER_MAGIC:
         return np.memmap(path, '<u2', 'r', HEADER_BYTES, int(head[2]))
@@ -709,9 +707,8 @@ def read_shard(path, dtype):
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else the sorted shards *<split>*.bin.
 
-    Sequence i of a shard is its block_size + 1 tokens from i * block_size on: every token except the first
-    and the tail is a target once. x.mask.bin has one byte per token of x.bin, 1 = learn it. Once vocab_size
-    is set, batch checks the ids.
+    Sequence i of a shard is its block_size + 1 tokens from i * block_size on, so each token is a target at
+    most once. x.mask.bin has one byte per token of x.bin; 1 means learn it.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
@@ -743,7 +740,7 @@ class Bins:
         return n
 
     def check_vocabulary(self, *arrays):
-        """Raises ValueError if an id in these arrays, or in any shard, is outside the vocabulary."""
+        """Raises ValueError for ids outside the vocabulary, in these arrays or all shards."""
         for ids in arrays or self.shards:
             if self.vocab_size and ids.max(initial=0) >= self.vocab_size:
                 raise ValueError(f'{self.name}: token {ids.max()} is outside the vocabulary of '
@@ -768,7 +765,7 @@ class Bins:
 
 
 def look(folder):
-    """Prints a folder's meta and the beginning of its training data."""
+    """Prints a folder's meta and first tokens."""
     folder = data_folder(folder)
     bins = Bins(folder, 'train')
     tok = load_tokenizer(folder)
@@ -783,11 +780,11 @@ def look(folder):
 
 
 def stop(number, _):
-    """Removes temporary files and ends the program, which ends its workers. After an exception, Pool could
-    wait for them forever."""
+    """Removes temporary files and ends the program. After an exception, Pool could wait for workers
+    forever."""
     for other in signal.SIGINT, signal.SIGTERM:
         signal.signal(other, signal.SIG_IGN)
-    if multiprocessing.parent_process() is None:  # not in a worker that has just started
+    if multiprocessing.parent_process() is None:  # not in a worker
         cleanup.close()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)

@@ -3,13 +3,11 @@ Generates text from a checkpoint.
 
     python sample.py                                        # the model in out/
     python sample.py --out_dir=out-x --start='def ' --num_samples=3 --max_new_tokens=200
-    python sample.py --start=FILE:prompt.txt --temperature=0  # greedy
     python sample.py --init_from=Qwen/Qwen3-0.6B            # a published model
     python sample.py --out_dir=out-chat --chat              # a conversation
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl
-    python sample.py --speculate=8                          # faster if the text repeats itself
 
-The noise is a function of (seed, sample, position), so a sample has the same text at any batch size.
+A sample's text depends on seed and its number, but not on batch_size.
 """
 import codecs
 import contextlib
@@ -33,36 +31,36 @@ from configurator import (
 
 # model
 init_from = 'resume'        # resume (out_dir), a checkpoint, or a published model
-out_dir = 'out'             # a run's folder; best.pt is preferred to ckpt.pt
+out_dir = 'out'             # a run's folder; prefers best.pt to ckpt.pt
 block_size: int | None = None  # another context [>= 2]
-rope_scaling: dict | None = None  # for a larger context: {'rope_type': 'linear', 'factor': 4.0}
+rope_scaling: dict | None = None  # {'rope_type': 'linear', 'factor': 4.0}
 # text
 start = '\n'                # a prompt, FILE:name or LINES:name (one prompt per line)
 num_samples = 3             # samples per prompt [>= 1]
 max_new_tokens = 500        # tokens per sample [>= 1]
-batch_size = 64             # samples generated at once [>= 1]
+batch_size = 64             # samples at once [>= 1]
 output = ''                 # a new file for JSON lines [if not chat or start != '\n']
-stop: str | tuple | list = ()  # a text, or several, that end a sample
+stop: str | tuple | list = ()  # texts that end a sample
 # conversation
-chat = False                # answer questions that you type, or those in start
-# further settings of conversations [if chat]
+chat = False                # answer typed questions, or those in start
+# conversations [if chat]
 system = ''                 # the system message
 thinking: bool | None = None  # None: the chat template decides
 # sampling
-temperature = 0.8           # lower: less random; 0: always the most likely token
+temperature = 0.8           # 0: always the most likely token
 # limits of sampling [if temperature]
 top_k: int | None = 200     # only the k most likely tokens; None: all
-top_p = 1.0                 # only the most likely tokens up to this total probability [> 0] [<= 1]
+top_p = 1.0                 # only the most likely tokens with this total probability [> 0] [<= 1]
 min_p = 0.0                 # only tokens at least this likely relative to the most likely [<= 1]
 # others
 repetition_penalty = 1.0    # lowers logits of earlier tokens [> 0]
 seed = 1337                 # seed of sampling
 # speed
 quantize = ''               # int8 weights [in ('', 'int8')]
-speculate: int | None = None  # draft tokens per step, from earlier text
+speculate: int | None = None  # draft tokens per step
 # system
-device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
-dtype = 'auto'              # float32, bfloat16, float16; auto: the fastest
+device = 'auto'             # auto, cpu, cuda, cuda:1, mps
+dtype = 'auto'              # auto, float32, bfloat16, float16
 compile = False             # takes 1 to 2 minutes
 settings = configure(globals())
 config = settings.config
@@ -76,7 +74,7 @@ from tokenizer import tokenizer_from_state
 
 # checkpoints ------------------------------------------------------------------------------------------------
 
-# A checkpoint of train.py is a dict. best.pt lacks optimizer and scaler; `load` adds the last two keys.
+# A checkpoint's keys. best.pt lacks optimizer and scaler; `load` adds the last two keys.
 #
 #     model              name -> tensor; with lora only the adapters
 #     model_args         the fields of GPTConfig
@@ -84,27 +82,27 @@ from tokenizer import tokenizer_from_state
 #     tokenizer          its state(), or None
 #     masked             whether it was trained on conversations
 #     data               meta.json of its dataset
-#     lora               None, or rank, alpha, targets, base (a model) and base_checksum
+#     lora               None, or rank, alpha, targets, base, base_checksum
 #     kept               iterations of ckpt-<iteration>.pt
-#     family             the published family of an export, or None
+#     family             the published family, or None
 #     optimizer, scaler  parameter name -> its state; state_dict()
 #     iter_num, ...      NUMBERS of train.py
 #     path               the file or folder
 #     no_tokenizer       why there is no tokenizer
 
 
-# fields that may differ from the checkpoint's
+# fields that may differ
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
-RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields of GPTConfig in older checkpoints
+RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields in older checkpoints
 
 
 def read_checkpoint(path):
-    """The dict of a train.py or nanoGPT checkpoint. Raises FileNotFoundError, or ValueError for others."""
+    """A checkpoint of train.py or nanoGPT. Raises FileNotFoundError, or ValueError for others."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
                                 "--out_dir or --init_from")
     with reading(path):
-        # mmap: a rank reads only its shard; Windows cannot replace mapped files
+        # Windows cannot replace mapped files
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
         state = checkpoint['model']
         args = checkpoint['model_args']
@@ -121,15 +119,15 @@ def read_checkpoint(path):
 
 
 def checksum(path):
-    """The sum of a checkpoint's weight bits; None for a published model."""
+    """Sums a checkpoint's weight bits; None for a published model."""
     if is_published(path):
         return None
     return sum(w.float().view(torch.int32).sum().item() for w in read_checkpoint(path)['model'].values())
 
 
 def from_state(state, model_args, **changes):
-    """Builds a model from a state dict and GPTConfig's fields. changes: fields in CHANGEABLE. Raises
-    RuntimeError for missing weights or other shapes."""
+    """Builds a model. changes: fields in CHANGEABLE. Raises RuntimeError for missing weights or other
+    shapes."""
     config = changed(GPTConfig(**model_args), **changes)
     if 'wpe.weight' in state:
         state = state | {'wpe.weight': state['wpe.weight'][:config.block_size]}
@@ -141,8 +139,7 @@ def from_state(state, model_args, **changes):
 
 
 def is_published(name):
-    """Whether `name` is a folder with config.json or PEFT adapters, a GGUF file, or looks like a hub id or
-    nanoGPT's gpt2."""
+    """Whether `name` is a published folder or GGUF file, or looks like a hub id or gpt2."""
     if os.path.exists(name):
         return str(name).endswith('.gguf') or any(
             os.path.exists(f'{name}/{one}') for one in ('config.json', 'adapter_config.json'))
@@ -150,12 +147,12 @@ def is_published(name):
 
 
 def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
-    """Reads a model. Returns (model, tokenizer, the checkpoint's dict without 'model').
+    """Returns (model, tokenizer or None, the checkpoint's dict without 'model').
 
     init_from: 'resume' (reads out_dir), a checkpoint of train.py or nanoGPT, a run's folder, or a published
-    model. dtype: None keeps the stored one. best: prefers best.pt to ckpt.pt. merge: adds LoRA adapters to
-    the weights. int8: stores large weights in 8 bits. changes: fields of GPTConfig. The tokenizer may be
-    None. Raises FileNotFoundError, or ValueError for any other kind of file."""
+    model. dtype: None keeps the stored one. best: prefers best.pt. merge: adds LoRA adapters to the weights.
+    int8: stores large weights in 8 bits. changes: fields of GPTConfig. Raises FileNotFoundError, or
+    ValueError for any other file."""
     if init_from != 'resume' and is_published(init_from):
         from zoo.hub import load_published
         model, tokenizer, checkpoint = load_published(init_from, device, dtype, int8, changes)
@@ -187,7 +184,7 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
 
 
 def find_tokenizer(checkpoint):
-    """The checkpoint's tokenizer, or that of its dataset; without a chat template if only trained on text."""
+    """The checkpoint's or dataset's tokenizer. Only models trained on conversations keep the template."""
     if not checkpoint.get('tokenizer'):
         from prepare import load_tokenizer
         return load_tokenizer(f"data/{checkpoint.get('config', {}).get('dataset')}")
@@ -200,7 +197,7 @@ def find_tokenizer(checkpoint):
 # one token --------------------------------------------------------------------------------------------------
 
 def uniforms(seed, sample, position, count):
-    """A sample's noise from `position` on: (count,) float32 in [0, 1), with 24 bits each."""
+    """A sample's noise from `position` on: (count,) float32 in [0, 1)."""
     bits = np.random.PCG64((seed, sample)).advance(position)
     u = np.floor(np.random.Generator(bits).random(count) * 2**24) / 2**24
     return torch.from_numpy(u).float()
@@ -209,9 +206,9 @@ def uniforms(seed, sample, position, count):
 def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
                  seen=None):
     """Draws a token from logits (..., V) by inverting their distribution function at u (...) in [0, 1).
-    Returns (...) int64 on u's device, -1 for logits that hold NaN. Applies in this order:
-    CTRL's repetition penalty (arXiv:1909.05858) on tokens marked in `seen` (..., V) bool, temperature, top_k,
-    top_p (arXiv:1904.09751), min_p (arXiv:2407.01082)."""
+    Returns (...) int64 on u's device, -1 for NaN. Applies in this order: repetition penalty (CTRL,
+    arXiv:1909.05858) on tokens in `seen` (..., V) bool, temperature, top_k, top_p (arXiv:1904.09751), min_p
+    (arXiv:2407.01082)."""
     logits = logits.to(u.device)
     if repetition_penalty != 1:
         penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
@@ -242,14 +239,14 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
 # a step -----------------------------------------------------------------------------------------------------
 
 def step(model, tokens, cache, u, seen, sampling):
-    """Appends tokens (B, T) to the cache; returns the token drawn after each of them, (B, T). u (B, T), seen
-    (B, 1, V), sampling: arguments of sample_token."""
+    """Appends tokens (B, T) to the cache. Returns the token drawn after each, (B, T). u: (B, T), seen:
+    (B, 1, V)."""
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
 
 def compile_step(model, cache):
-    """Compiles `step` for a static cache: on CUDA as a CUDA graph, on a CPU with the weights as constants.
-    Changed weights compile again, unless they were changed through `.data`, which torch does not count."""
+    """Compiles `step` for a static cache: as a CUDA graph, or on a CPU with constant weights. Changed weights
+    compile again, but not if they change through `.data`."""
     for tensor in cache.tensors():  # CUDA graphs need fixed addresses
         torch._dynamo.mark_static_address(tensor, guard=False)
     weights = *model.parameters(), *model.buffers()
@@ -258,16 +255,16 @@ def compile_step(model, cache):
 
 @functools.lru_cache(maxsize=1)
 def compiled(model, versions):
-    """The compiled `step` for weights with these addresses and versions."""
+    """Compiles `step` for these versions of weights."""
     from torch._inductor import config as inductor
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 64  # one per shape of the cache
     device = model.wte.weight.device
-    # a CUDA graph holds experts only if a single matmul computes them all (Hopper, Blackwell)
+    # a CUDA graph needs a single matmul for all experts (Hopper, Blackwell)
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     whole = all(native and module.has_kernel(model.compute_dtype(), device.type)
                 for module in model.modules() if hasattr(module, 'has_kernel'))
-    # coordinate_descent_tuning lets products with one row read int8 weights directly
+    # coordinate_descent_tuning reads int8 weights directly for one row
     run = torch.compile(step, dynamic=False, fullgraph=whole, options={
         'triton.cudagraphs': whole and device.type == 'cuda', 'coordinate_descent_tuning': True})
     return inductor.patch(FREEZING)(run) if whole and device.type == 'cpu' else run
@@ -284,7 +281,7 @@ PREFILL = 8192  # tokens, with padding, per forward pass
 
 
 def prefill(model, contexts, cache, rows):
-    """Feeds lists of ids to rows of a cache, except first ids that the cache holds."""
+    """Feeds lists of ids to rows of a cache that may hold their first ids."""
     part = cache
     if len(rows) < len(cache.length):
         part = model.make_cache(len(rows), cache.max_len, cache.static, cache.rolling)
@@ -295,7 +292,7 @@ def prefill(model, contexts, cache, rows):
     lengths = torch.tensor([len(ids) for ids in new], device=device)
     padded = pad_sequence(new, batch_first=True)
     for piece in padded.split(width, dim=1) if padded.numel() else ():
-        n_real = lengths.clamp(0, piece.shape[1])  # tokens per row that are not padding
+        n_real = lengths.clamp(0, piece.shape[1])  # per row, without padding
         model(piece, cache=part, keep=1, lengths=None if n_real.min() == piece.shape[1] else n_real)
         lengths -= piece.shape[1]
     if part is not cache:
@@ -304,17 +301,17 @@ def prefill(model, contexts, cache, rows):
 
 @dataclasses.dataclass
 class Sample:
-    """A text that is being generated in a row of a cache."""
+    """A text that grows in a row of a cache."""
     number: int          # index of its prompt
-    tokens: list         # of the prompt, and drawn ones
-    n_left: int          # tokens to be drawn
+    tokens: list         # prompt and drawn tokens
+    n_left: int          # tokens to draw
     start: int           # the context is tokens[start:]
-    noise: torch.Tensor  # per token to be drawn
+    noise: torch.Tensor  # numbers from `uniforms`
 
 
 def rows_to_fill(samples, waiting, size):
-    """Puts waiting samples into rows that have ended; crops contexts above `size` tokens to their last half.
-    Returns the rows whose context must be fed."""
+    """Refills ended rows, and crops contexts above `size` tokens to their last half. Returns the rows to
+    feed."""
     rows = []
     for row, sample in enumerate(samples):
         if sample.n_left == 0:
@@ -335,10 +332,10 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
     prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when the
     caller sets its n_left to 0. A long prompt is cropped to its end, a full context to its last half. cache:
-    one row with the first tokens of the only prompt, and room for the others. batch_size: rows of the cache;
-    when a sample ends, the next prompt gets its row (continuous batching, Orca, OSDI 2022). drafter: for
-    speculative decoding (arXiv:2211.17192) of one sample at a time. sampling: options of sample_token. The
-    model should be in eval mode. Raises ValueError for NaN, and for a draft if a layer has a state."""
+    one row with the first tokens of a single prompt. batch_size: rows of the cache; when a sample ends, the
+    next prompt gets its row (Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192) of one
+    sample at a time. sampling: options of sample_token. The model must be in eval mode. Raises ValueError for
+    NaN, and for a draft if a layer has a state."""
     device = model.wte.weight.device
     # MPS has returned ids out of range; CUDA has no deterministic cumsum
     on_host = device.type == 'mps' or torch.are_deterministic_algorithms_enabled()
@@ -351,7 +348,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         cache = model.make_cache(n_rows, min(size, model.config.block_size), compile, rolling=not drafter)
     size = cache.max_len
     run_step = compile_step(model, cache) if compile else step
-    # sorting by length among neighbours avoids padding
+    # sorting by length avoids padding
     order = sorted(range(len(prompts)), key=lambda i: (i // (16 * n_rows), len(prompts[i])))
     waiting = (Sample(i, [*prompts[i]], max_new_tokens, max(0, len(prompts[i]) - size),
                       uniforms(seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft)) for i in order)
@@ -366,7 +363,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             for row in rows:
                 seen[row] = False
                 seen[row, :, samples[row].tokens] = True
-        # 2. Drop rows that have ended. A compiled step keeps them; they overwrite their last slot.
+        # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
         active = [row for row, sample in enumerate(samples) if sample.n_left]
         if not active:
             return
@@ -376,7 +373,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             cache.select(active)
             samples = [samples[row] for row in active]
             seen = seen[active]
-        # 3. Feed the last tokens and drafts; draw the token after each.
+        # 3. Feed last tokens and drafts; draw the next tokens.
         draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
         fed = torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device)
         noise = torch.stack([sample.noise[max_new_tokens - sample.n_left:][:fed.shape[1]]
@@ -417,7 +414,7 @@ class Lookup:
         self.n_draft = n_draft
 
     def propose(self, context, size):
-        """Token ids -> n_draft ids; [] without an occurrence or if they do not fit into `size` tokens."""
+        """Token ids -> n_draft ids, or [] without an occurrence or without room in `size`."""
         ends = [i for i in range(1, len(context)) if context[i - 1] == context[-1]]
         if not ends or len(context) + self.n_draft > size:
             return []
@@ -428,7 +425,7 @@ class Lookup:
 # text -------------------------------------------------------------------------------------------------------
 
 class TextStream:
-    """A sample's tokens and text. Holds back unfinished characters and possible beginnings of a stop text."""
+    """A sample's tokens and text. Holds back unfinished characters and possible stop texts."""
 
     text = held = ''
     stopped = ended = False
@@ -441,7 +438,7 @@ class TextStream:
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
 
     def feed(self, token):
-        """Adds a token; None ends the text."""
+        """Adds a token, or None at the end."""
         self.ended = token is None
         new = [] if self.ended else [token]
         self.tokens += new
@@ -455,15 +452,15 @@ class TextStream:
         self.held = self.held[cut:]
 
     def show(self, before=''):
-        """Prints the new part of the text, the first time after `before`."""
+        """Prints new text, the first time after `before`."""
         text = before + self.text
         print(text[self.n_shown:], end='\n' if self.ended else '', flush=True)
         self.n_shown = len(text)
 
 
 def completions(model, tokenizer, prompts, max_new_tokens, stop=(), **options):
-    """Continues prompts as generate does, up to a text in `stop`. Yields (index, TextStream) in order, when a
-    text may have grown and when it has ended."""
+    """Continues prompts by `generate`, up to a text in `stop`. Yields (index, TextStream) in order, whenever
+    a text may have changed."""
     streams = [TextStream(tokenizer, stop) for _ in prompts]
     current = 0
     for sample, token in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens,
@@ -480,7 +477,7 @@ def completions(model, tokenizer, prompts, max_new_tokens, stop=(), **options):
 
 
 def complete(*args, **options):
-    """The texts that completions generates, and their number of tokens."""
+    """Texts of `completions`, and their number of tokens."""
     streams = [stream for _, stream in completions(*args, **options) if stream.ended]
     return [stream.text for stream in streams], sum(len(stream.tokens) for stream in streams)
 
@@ -488,7 +485,7 @@ def complete(*args, **options):
 # conversations ----------------------------------------------------------------------------------------------
 
 def chat_ids(model, tokenizer, messages, thinking):
-    """The ids of messages, with the model's document_token first if it has one."""
+    """The ids of messages, after the model's document_token, if any."""
     ids = tokenizer.chat(messages, thinking=thinking)
     first = model.config.document_token
     if first is not None and ids[:1] != [first]:
@@ -497,7 +494,7 @@ def chat_ids(model, tokenizer, messages, thinking):
 
 
 class Chat:
-    """A conversation and its KV cache. options: as in completions."""
+    """A conversation and its KV cache, with options of completions."""
 
     cache = None  # None during an answer
 
@@ -511,12 +508,10 @@ class Chat:
         self.reset()
 
     def reset(self):
-        """Starts a new conversation."""
         system = self.tokenizer.as_text(self.system)
         self.messages = [{'role': 'system', 'content': system}] if system else []
 
     def answer(self, question):
-        """Prints the answer to a question."""
         messages, ids = self.prompt(question)
         n_new = min(self.max_new_tokens, self.model.config.block_size - len(ids))
         cache = self.prefix_cache(ids, n_new)
@@ -532,7 +527,7 @@ class Chat:
             print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens})")
 
     def prefix_cache(self, ids, n_new):
-        """The cache, rewound to what it shares with `ids`; a new one if n_new more tokens do not fit."""
+        """The cache, rewound to what it shares with `ids`, or a new one if n_new tokens do not fit."""
         cache = self.cache
         if cache is None or len(ids) + n_new > cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
@@ -546,8 +541,8 @@ class Chat:
         return cache
 
     def prompt(self, question):
-        """(The messages with a question, their ids). Forgets the oldest turns to make room for an answer:
-        max_new_tokens, at most half the context. Raises ValueError for a question that is too long."""
+        """(The messages with a question, their ids). Forgets the oldest turns to make room for
+        max_new_tokens, at most half the context. Raises ValueError for a long question."""
         size = self.model.config.block_size
         messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
         room = min(self.max_new_tokens, size // 2)
@@ -563,7 +558,7 @@ class Chat:
 
 
 def converse(chat):
-    """Answers typed questions until /exit."""
+    """Answers typed questions."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input can then be edited)
     print("/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C cuts an answer")
@@ -587,7 +582,7 @@ def converse(chat):
 # the script -------------------------------------------------------------------------------------------------
 
 def read_prompts(start):
-    """The prompts that the setting `start` stands for."""
+    """The prompts in the setting `start`."""
     kind, _, path = start.partition(':')
     text = start
     if kind in ('FILE', 'LINES'):

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back. Trains BPE tokenizers and renders chat templates."""
+"""Tokenizers, BPE training and chat templates."""
 import base64
 import collections
 import contextlib
@@ -18,13 +18,13 @@ import numpy as np
 EOT = '<|endoftext|>'  # the end-of-text token
 CHUNK = 1 << 16        # characters per piece
 
-# Long texts are cut between a letter or digit and a space, line end or CJK punctuation mark. No pattern of
-# tiktoken matches across such a place, nor does WORD_PATTERN. [^\W_] is \p{L} and \p{N}.
+# Long texts are cut between a letter or digit ([^\W_]) and a space, line end or CJK punctuation mark. No
+# pattern of tiktoken matches across such a place, nor does WORD_PATTERN.
 CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')
 
 
 def pieces(blocks, can_cut=True):
-    """Yields (piece of about CHUNK characters, whether it is the last) of a text given in blocks."""
+    """Cuts a text, given in blocks. Yields (piece, whether it is the last)."""
     text = ''
     start = CHUNK
     for block in blocks:
@@ -41,8 +41,7 @@ def pieces(blocks, can_cut=True):
 # many processes ---------------------------------------------------------------------------------------------
 
 def in_processes(procs, work, items):
-    """Yields work(item) for each item, in order, from `procs` processes (None: one per core). A single item
-    is done in this process."""
+    """Yields work(item) for each item, in order. procs: number of processes; None: one per core."""
     if procs is None and hasattr(os, 'sched_getaffinity'):  # Slurm and taskset may give fewer cores
         procs = len(os.sched_getaffinity(0))
     items = iter(items)
@@ -74,28 +73,28 @@ def start_worker(work):
 
 
 def end_with_parent():
-    """Ends this process when its parent has ended, even while it waits for a lock."""
+    """Ends this process after its parent, even while it waits for a lock."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def work_in_worker(items):
-    """The results for some items, in a worker."""
+    """Returns a worker's results."""
     return [*map(work_of_worker, items)]
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-# the variable that switches thinking in templates of Qwen3 and others, MiniMind, DeepSeek V3.1
+# variables of Qwen3, MiniMind and DeepSeek V3.1 that switch thinking
 THINKING = 'enable_thinking', 'open_thinking', 'thinking'
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 MARK = '\U0010ffff'  # a noncharacter; see as_text
 
 
 class Tokenizer:
-    """Subclasses add encode_array (text -> ids, with special tokens as plain text) and state (plain Python
-    values that rebuild the tokenizer). eot: the id of end of text, or None; special: {text: id}."""
-    can_cut = True  # whether cutting a text into `pieces` leaves its ids unchanged
+    """Subclasses add encode_array (text -> ids, with special tokens as plain text) and state (plain values
+    that rebuild the tokenizer). eot: the end-of-text id, or None; special: {text: id}."""
+    can_cut = True  # whether cutting a text keeps its ids
     bos = ()  # ids at the beginning of documents and prompts
     chat_template = None
     chat_variables = {}  # for the template, such as {'bos_token': '<s>'}
@@ -110,20 +109,20 @@ class Tokenizer:
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'
 
     def encode(self, text):
-        """text -> list of ids. Texts of special tokens become special tokens."""
+        """text -> list of ids, including special tokens."""
         parts = re.split(f'({self.special_pattern})', without_surrogates(text))
         return [i for n, part in enumerate(parts)  # every second part is a special token
                 for i in ([self.special[part]] if n % 2 else
                           self.encode_array(part.replace(MARK, '')).tolist())]
 
     def as_text(self, value):
-        """A JSON value with MARK inserted into the special tokens in its texts. encode then treats them as
-        ordinary text, but not the special tokens that a chat template adds."""
+        """Inserts MARK into special tokens in a JSON value's texts, so that encode treats them as ordinary
+        text."""
         first = re.compile(f'(?={self.special_pattern})(.)', re.DOTALL)
         return json_value(value, lambda text: first.sub(rf'\1{MARK}', text))
 
     def decode_bytes(self, ids):
-        """ids -> bytes. Special tokens become their text; ids that only pad the vocabulary become nothing."""
+        """ids -> bytes. Special tokens become their text, and padding becomes nothing."""
         return b''.join(self.tokens.get(int(i), b'') for i in ids)
 
     def decode(self, ids):
@@ -136,9 +135,9 @@ class Tokenizer:
         return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
 
     def render(self, messages, add_generation_prompt=True, tools=None, thinking=None):
-        """The text of messages [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders
-        it. tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template
-        decides. Raises ValueError if there is no template, or if it fails or rejects the messages."""
+        """Renders messages [{'role', 'content', ...}, ...] like transformers' apply_chat_template. tools:
+        JSON schemas. thinking: if None, the template decides. Raises ValueError if the template is missing,
+        fails or rejects the messages."""
         import jinja2
         template = self.chat_template
         if not template:
@@ -160,7 +159,6 @@ class Tokenizer:
             raise ValueError(f'the chat template fails: {e!r:.200}') from e
 
     def to_json(self):
-        """The text of a tokenizer.json."""
         from zoo.tokenizer_json import to_json
         return to_json(self)
 
@@ -169,7 +167,7 @@ class Tokenizer:
         return self.encode_chat(self.render(*args, **options))
 
     def encode_chat(self, text):
-        """A rendered text -> ids; adds no tokens at its ends."""
+        """A rendered text -> ids; adds no bos."""
         return self.encode(text)
 
     @functools.cached_property
@@ -186,7 +184,7 @@ class Tokenizer:
 
 
 def json_value(value, change=str):
-    """A JSON value with `change` applied to its texts, and without nulls, with which parquet pads objects."""
+    """Applies `change` to a JSON value's texts, and omits nulls, which parquet adds."""
     if isinstance(value, dict):
         return {change(key): json_value(one, change) for key, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -195,7 +193,7 @@ def json_value(value, change=str):
 
 
 def without_surrogates(text):
-    """Replaces lone surrogates, which UTF-8 cannot encode, by U+FFFD, and joins pairs."""
+    """Joins surrogate pairs, and replaces lone surrogates by U+FFFD."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
@@ -250,7 +248,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def rank_table(ranks):
-    """{token: rank} -> lines of a base64 token and its rank."""
+    """{token: rank} -> lines as in TiktokenTokenizer."""
     return ''.join(f'{base64.b64encode(token).decode()} {ranks[token]}\n'
                    for token in sorted(ranks, key=ranks.get))
 
@@ -259,9 +257,9 @@ def rank_table(ranks):
 
 @functools.cache
 def compile_template(template):
-    """A jinja2 Template with the environment of chat templates in transformers."""
+    """A jinja2 Template with transformers' environment."""
     import jinja2.sandbox
-    # {% generation %} only marks the assistant's words; {% with %} renders the same text
+    # {% generation %} only marks text; {% with %} renders the same
     template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
@@ -275,11 +273,11 @@ def compile_template(template):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 
-# cl100k_base's pattern as first published; tiktoken, regex and tokenizers read it alike
+# cl100k_base's first pattern, which tiktoken, regex and tokenizers support
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5))
-TRAINING_WORDS = 50_000_000  # the words that bpe:N learns from, about 250 MB
+TRAINING_WORDS = 50_000_000  # words that bpe:N learns from
 LONGEST = 256               # bytes per token
 WORDS_BYTES = 1 << 24       # bytes of the commonest words that train_bpe uses
 CHATML = ("{% if tools %}"
@@ -295,8 +293,8 @@ CHATML = ("{% if tools %}"
 
 
 def bpe_tokenizer(size, texts, procs=None):
-    """A byte-level BPE tokenizer: 256 bytes, the merges as learned, BPE_SPECIAL. It has `size` tokens, or
-    fewer if the texts, iterables of blocks, have fewer merges. Raises ValueError for an unusable size."""
+    """Trains a byte-level BPE tokenizer with `size` ids: 256 bytes, merges, BPE_SPECIAL. Short texts give
+    fewer merges. texts: iterables of blocks. Raises ValueError for an unusable size."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise ValueError(f"tokenizer='bpe:{size}' is not supported: choose a vocabulary from {least} to "
@@ -323,7 +321,7 @@ def count_words(texts, procs=None):
 
 
 def words_of(text):
-    """{word: count} of a text."""
+    """Counts words."""
     import regex
     return collections.Counter(regex.findall(WORD_PATTERN, text))
 
@@ -331,14 +329,13 @@ def words_of(text):
 def train_bpe(counts, n_merges):
     """{word: count} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
 
-    Up to n_merges times, the commonest pair of neighbouring tokens within words becomes a token, from left to
-    right; among equally common pairs the one with the lowest ids. Stops if no pair occurs twice. Tokens
-    have at most LONGEST bytes.
+    Up to n_merges times, merges the commonest pair of neighbours within words if it occurs twice. Among
+    equally common pairs, it merges the one with the lowest ids. Tokens have at most LONGEST bytes.
 
-    A pair can only become rarer once both of its tokens exist. So its places are found then, and counted
-    again when it reaches the top of the heap.
+    Once both tokens of a pair exist, the pair can only become rarer. So its places are found once, and
+    counted again at the top of the heap.
     """
-    ids = [-1]    # the token's id at its first byte; -1 at its other bytes, and between words
+    ids = [-1]    # a token's id at its first byte, otherwise -1
     weight = [0]  # per byte: the count of its word
     for word in sorted(counts, key=lambda word: (-counts[word], word)):
         ids += [*word.encode()[:WORDS_BYTES], -1]
@@ -352,11 +349,11 @@ def train_bpe(counts, n_merges):
     sizes = np.ones(1 << 20, np.int32)
 
     def pairs_at(places):
-        """[(-count, pair, its places)] for pairs that begin at these places and occur twice. A pair of tokens
-        is the number first << 20 | second."""
+        """[(-count, pair, its places)] of pairs that begin here and occur twice. A pair is the number
+        first << 20 | second."""
         first = ids[places]
         pairs = first.astype(np.int64) << 20 | ids[places + sizes[first]]
-        order = np.argsort(pairs, kind='stable')  # keeps the places of one pair sorted
+        order = np.argsort(pairs, kind='stable')  # keeps places sorted
         pairs = pairs[order]
         places = places[order]
         starts = np.flatnonzero(np.diff(pairs, prepend=-1))
@@ -407,8 +404,8 @@ KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenToken
 
 
 def make_tokenizer(name, texts=(), by_document=False, training=(), procs=None):
-    """The tokenizer that a name stands for. texts: iterables of blocks, whose characters char gets.
-    by_document: whether char gets an end-of-text token. training: the texts from which bpe:N learns."""
+    """The tokenizer of this name. texts: iterables of blocks, for char. by_document: whether char gets an
+    end-of-text token. training: texts for bpe:N."""
     if name == 'byte':
         return ByteTokenizer()
     if name == 'char':
@@ -423,7 +420,7 @@ def make_tokenizer(name, texts=(), by_document=False, training=(), procs=None):
 
 
 def tiktoken_tokenizer(name):
-    """A tiktoken encoding; tiktoken downloads its table once."""
+    """A tiktoken encoding, downloaded once."""
     import requests
     import tiktoken
     names = tiktoken.list_encoding_names()
@@ -439,7 +436,7 @@ def tiktoken_tokenizer(name):
 
 
 def tokenizer_from_state(state):
-    """Rebuilds a tokenizer from its state(), without files or network."""
+    """Rebuilds a tokenizer from its state()."""
     state = dict(state)
     kind = state.pop('kind')
     if kind == 'json':

@@ -3,23 +3,23 @@ Trains a model on a folder of tokens.
 
     python train.py                                          # config/default.py, on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides
-    python train.py --out_dir=out-small --init_from=resume   # continues exactly where a run stopped
+    python train.py --out_dir=out-small --init_from=resume   # continues a run
     python train.py config/small.py --init_from=auto         # resumes if out_dir has a checkpoint
     torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
-    # on each of two machines, with its own node_rank (and NCCL_IB_DISABLE=1 without InfiniBand)
+    # on each of two machines, with its own node_rank
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=1234 \
         train.py config/small.py
 
-Every setting below and every field of GPTConfig can be set in a config file or by --name=value.
+Config files and --name=value set every setting below and every field of GPTConfig.
 
-The main program is at the end of this file. Batches depend only on seed and iteration, not on the number
-of ranks. Files of an earlier run in out_dir are renamed to *.old-1.*. Ctrl-C, time_limit and signals such as
-SIGTERM save ckpt.pt and then evaluate; --init_from=resume continues the run bit for bit.
+The main program is at the end of this file. Batches do not depend on the number of ranks. Files of an
+earlier run in out_dir are renamed. Ctrl-C, SIGTERM and time_limit save ckpt.pt and then evaluate;
+--init_from=resume continues the run bit for bit.
 """
 import time
 
-START = time.time()  # before slow imports, which wall_s includes
+START = time.time()  # before slow imports
 
 import collections
 import copy
@@ -58,44 +58,44 @@ out_dir = 'out'                      # folder of the run's files
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (from out_dir), auto (resume if out_dir has ckpt.pt),
                                      # or a model to fine-tune: file, folder or hub id
-eval_interval = 2000                 # iterations between evaluations and checkpoints [>= 1]
+eval_interval = 2000                 # iterations per evaluation and checkpoint [>= 1]
 eval_iters = 200                     # evaluation batches of val.bin; a quarter as many of train.bin [>= 1]
-eval_only = False                    # evaluate once and stop
-log_interval = 1                     # iterations between log lines [>= 1]
-always_save_checkpoint = True        # False: also keep best.pt, for sampling and fine-tuning
+eval_only = False                    # evaluate and stop
+log_interval = 1                     # iterations per log line [>= 1]
+always_save_checkpoint = True        # False: also keep best.pt
 keep = 0                             # number of ckpt-<iteration>.pt to keep
-sample_tokens = 0                    # sample length at each evaluation; 0: no sample
+sample_tokens = 0                    # length of a sample per evaluation; 0: none
 wandb_log = False                    # also log to Weights & Biases
 wandb_project = 'owt'
 wandb_run_name = 'gpt2'
 # batch
 gradient_accumulation_steps = 40     # micro-batches per iteration, over all ranks [>= 1]
 batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1]
-# the last given of these three lengths of the run decides
+# length of the run: the last given of three decides
 max_iters = 600000                   # updates
 epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # 20 in Chinchilla (arXiv:2203.15556)
 time_limit: float | None = None      # minutes until the run saves and stops
 # optimizer
 optimizer = 'adamw'                  # adamw, or muon for matrices in blocks [in OPTIMIZERS] [fixed]
-learning_rate = 6e-4                 # peak; Muon scales its updates to match AdamW's
+learning_rate = 6e-4                 # peak, for AdamW and Muon
 lr_scales = {}                       # factors for GROUPS of model.py: {'embedding': 12.0}
-weight_decay = 1e-1                  # of matrices and embeddings, times learning_rate
+weight_decay = 1e-1                  # for matrices and embeddings, times learning_rate
 beta1 = 0.9                          # AdamW [< 1]
 beta2 = 0.95                         # AdamW [< 1]
 momentum = 0.95                      # Muon [< 1] [if optimizer == 'muon']
-grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
+grad_clip = 1.0                      # largest gradient norm; 0: no clipping
 # losses in addition to the reported one
 mtp_loss = 0.3                       # weight of multi-token prediction [if mtp]
 # experts [if n_expert]
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of the z-loss on router logits; ST-MoE: 1e-3
 balance_rate = 0.001                 # change of balance_bias per iteration [if balance_bias]
-# low-rank adapters (LoRA) for the model of init_from
+# low-rank adapters (LoRA)
 lora_rank = 0                        # 0: no adapters [fixed]
-# further settings of adapters [if lora_rank]
+# adapters [if lora_rank]
 lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank [> 0] [fixed]
-lora_targets = 'c_attn,c_proj,c_fc'  # linear layers, such as attn.c_proj [fixed]
+lora_targets = 'c_attn,c_proj,c_fc'  # names of linear layers [fixed]
 # learning rate
 warmup_iters = 2000                  # linear warm-up
 decay_lr = True                      # False: constant after warm-up
@@ -106,13 +106,13 @@ lr_decay_iters: int | None = None    # end of the decay; None: max_iters [>= 1]
 min_lr: float | None = None          # value at the end; None: a tenth of the peak [<= learning_rate]
 # system
 backend = 'auto'                     # auto: nccl on CUDA, otherwise gloo [if TORCHRUN]
-device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
-dtype = 'auto'                       # float32, bfloat16, float16; auto: fast on this hardware
+device = 'auto'                      # auto, cpu, cuda, cuda:1, mps
+dtype = 'auto'                       # auto, float32, bfloat16, float16
 compile: bool | str = 'auto'         # torch.compile; auto: if the run is long [in (True, False, 'auto')]
 shard = False                        # spread weights over the ranks (FSDP) [if TORCHRUN]
-checkpoint_activations: bool | int = False  # True or every n-th block: less memory, slower
+checkpoint_activations: bool | int = False  # recompute every n-th block
 deterministic = False                # bit-exact also on CUDA, but slower
-seed = 1337                          # of weights, batches and dropout
+seed = 1337                          # seed of weights, batches, dropout
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tunes=True)
 config = settings.config
 given = settings.given
@@ -159,7 +159,7 @@ def lr_at(it, config):
 
 
 def set_rates(optimizers, lr):
-    """Sets each group's learning rate."""
+    """Sets learning rates."""
     for opt in optimizers:
         for group in opt.param_groups:
             group['lr'] = lr * group.get('lr_scale', 1.0)
@@ -173,7 +173,7 @@ RANKS = int(os.environ.get('WORLD_SIZE', 1))
 
 
 def all_reduce(x, **op):
-    """Sums a tensor over the ranks in place, or combines it by another op, and returns it."""
+    """Sums a tensor over ranks in place, or applies another op. Returns it."""
     if dist.is_initialized():
         dist.all_reduce(x, **op)
     return x
@@ -188,13 +188,13 @@ def sequence_order(seed, epoch, n):
 
 
 def sequence_indices(first, count, n, seed):
-    """Indices, (count,), of the run's sequences from number `first` on. An epoch has n sequences."""
+    """Indices, (count,), of the run's sequences from `first` on. An epoch has n sequences."""
     return np.array([sequence_order(seed, i // n, n)[i % n] for i in range(first, first + count)])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """Returns micro-batches per rank, and sequences in each, at most batch_size. Raises ValueError if ranks
-    cannot have equal shares."""
+    """Returns micro-batches per rank, and sequences in each. Raises ValueError if ranks cannot have equal
+    shares."""
     total = gradient_accumulation_steps * batch_size
     if total % ranks:
         raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
@@ -210,14 +210,14 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
 def to_device(batch, device):
     """(inputs, targets), int64 arrays (B, T), as tensors on the device."""
     batch = map(torch.from_numpy, batch)
-    if 'cuda' in device:  # contiguous first, or the copy is not from pinned memory
+    if 'cuda' in device:  # contiguous first, or pinning is lost
         return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
     return [tensor.to(device) for tensor in batch]
 
 
 def read_batches(run, bins):
-    """Yields [(inputs, targets, weight)], this rank's micro-batches, per iteration. The mean of weight * loss
-    over those of all ranks is the mean loss over the iteration's targets."""
+    """Yields this rank's micro-batches per iteration, [(inputs, targets, weight)]. The mean of weight * loss
+    over all ranks is the mean loss over targets."""
     config = run.config
     device = run.machine.device
     block_size = run.model.config.block_size
@@ -238,8 +238,8 @@ def read_batches(run, bins):
 
 @torch.no_grad()
 def evaluate(run, bins, batches):
-    """Returns the mean loss, nan without targets, and the number of targets. Evaluates `batches` batches of
-    evenly spread sequences, or all if there are fewer."""
+    """Returns the mean loss, nan without targets, and the number of targets, for at most `batches` batches of
+    evenly spread sequences."""
     batch_size = run.config['batch_size']
     block_size = run.model.config.block_size
     n = bins.n_sequences(block_size)
@@ -248,7 +248,7 @@ def evaluate(run, bins, batches):
     run.model.eval()
     for start in range(0, count, RANKS * batch_size):  # sharding needs equal counts on all ranks
         places = np.arange(batch_size) + start + RANK * batch_size
-        # fill the last batch, without targets, so that nothing recompiles
+        # fill the last batch so that nothing recompiles
         inputs, targets = bins.batch(places % count * n // count, block_size)
         targets = np.where(places[:, None] < count, targets, -1)
         n_targets = np.count_nonzero(targets != -1)
@@ -261,7 +261,7 @@ def evaluate(run, bins, batches):
 
 
 def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
-    """Prints both losses. Returns val's columns of the log; {} without targets."""
+    """Prints both losses. Returns columns of the log; {} without targets."""
     n = run.config['eval_iters']
     val_loss, count = evaluate(run, val_bins, n)
     train_loss, _ = evaluate(run, train_bins, max(1, n // 4))
@@ -276,9 +276,8 @@ def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalised Nesterov momentum (https://kellerjordan.github.io/posts/muon), scaled to the RMS of
-    AdamW's updates (arXiv:2502.16982). It is torch.optim.Muon with 'match_rms_adamw', but splits fused
-    matrices. row_splits: parameter -> rows per projection."""
-    _step_supports_amp_scaling = True  # step() reads found_inf, as in fused AdamW
+    AdamW's updates (arXiv:2502.16982). row_splits: parameter -> rows per projection in a fused matrix."""
+    _step_supports_amp_scaling = True  # step() reads found_inf
     found_inf = 0.0                    # or a 0-d tensor; 1: change nothing
 
     def __init__(self, params, lr, row_splits, momentum):
@@ -311,8 +310,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def subtract_orthogonalised(moves, lr):
-    """Subtracts orthogonalised updates. moves: [(weight, update, rows per projection)]; weights are matrices
-    or stacks of them, (..., rows, columns)."""
+    """Subtracts orthogonalised updates. moves: [(weight, update, rows per projection)]; weights are
+    (..., rows, columns)."""
     batches = collections.defaultdict(list)  # shape of a projection -> [(projection, its update)]
     for w, update, rows in moves:
         for pair in zip(w.split(rows, dim=-2), update.split(rows, dim=-2)):
@@ -325,7 +324,7 @@ def subtract_orthogonalised(moves, lr):
 
 
 def orthogonalise_shared(x):
-    """orthogonalise(x), computed by all ranks together."""
+    """Shares orthogonalise(x) among the ranks."""
     if RANKS == 1:
         return orthogonalise(x)
     share = slice(RANK * len(x) // RANKS, (RANK + 1) * len(x) // RANKS)
@@ -340,7 +339,7 @@ def rounded(x):
 
 
 def orthogonalise(x):
-    """Brings singular values of x, (n, rows, columns), near 1 by five of Jordan's Newton-Schulz steps."""
+    """Brings singular values of x, (n, rows, columns), near 1 by five Newton-Schulz steps (Jordan)."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -351,8 +350,8 @@ def orthogonalise(x):
 
 
 def param_groups(model, config, chosen):
-    """Optimizer groups for the parameters with a tag in `chosen`. Without lr_scales they are nanoGPT's:
-    parameters with weight decay, then vectors."""
+    """Optimizer groups for parameters with a tag in `chosen`. Those with weight decay come first, as in
+    nanoGPT."""
     groups = {(True, 1.0): [], (False, 1.0): []}
     for name, w in model.named_parameters():
         group = model.tags[name].group
@@ -369,7 +368,7 @@ def adamw(model, config, chosen=GROUPS):
 
 
 def muon(model, config):
-    """Muon for matrices in blocks, AdamW for all else."""
+    """Muon for matrices in blocks, AdamW for others."""
     others = adamw(model, config, GROUPS.keys() - {'matrix'})
     matrices = param_groups(model, config, ['matrix'])
     if not matrices:  # LoRA freezes them
@@ -398,7 +397,7 @@ def make_optimizers(model, config):
 
 
 def load_optimizers(model, optimizers, states):
-    """Loads states by parameter name, or nanoGPT's by position. Raises KeyError for an unknown parameter, and
+    """Loads states by parameter name, or nanoGPT's by position. Raises KeyError for an unknown parameter,
     ValueError for another shape."""
     owners = {w: opt for opt in optimizers for group in opt.param_groups for w in group['params']}
     weights = dict(model.named_parameters())
@@ -422,14 +421,13 @@ def load_optimizers(model, optimizers, states):
 # memory -----------------------------------------------------------------------------------------------------
 
 def checkpoint_blocks(model, every):
-    """Makes backward recompute every n-th block (arXiv:1604.06174)."""
+    """Backward recomputes every n-th block (arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
         block.forward = functools.partial(forward_recomputed, block)
 
 
 def forward_recomputed(block, x, context):
-    """A block's forward pass. Backward repeats it after later blocks have changed the context, so both passes
-    use copies."""
+    """A block's forward pass. It uses copies, because later blocks change the context before backward."""
     before = copy.copy(context)
 
     def forward(x):
@@ -445,7 +443,7 @@ def forward_recomputed(block, x, context):
 
 
 def is_sharded(w):
-    """Whether w is a DTensor; importing that class is slow."""
+    """Whether w is a DTensor, without its slow import."""
     return hasattr(w, 'full_tensor')
 
 
@@ -461,16 +459,15 @@ LOSSES = {  # minimised, not reported: key of aux -> setting with its weight
 NUMBERS = {  # attributes of Run that checkpoints store, with immutable first values
     'iter_num': 0,                   # updates so far
     'best_val_loss': math.inf,
-    'tokens': 0,                     # tokens read so far by all ranks
-    'skipped': 0,                    # updates skipped: a loss or gradient was not finite
-    'wall_s': 0.0,                   # running time, including earlier parts
-    'wandb_id': None,                # on Weights & Biases
+    'tokens': 0,                     # tokens read by all ranks
+    'skipped': 0,                    # updates skipped because they were not finite
+    'wall_s': 0.0,                   # time, including earlier parts
+    'wandb_id': None,
 }
 
 
 class Run:
-    """A model in training and all that checkpoints restore. Another number goes into NUMBERS, another tensor
-    per parameter into an optimizer's state."""
+    """A model in training. Checkpoints store NUMBERS and the optimizers' states."""
 
     def __init__(self, model, config, machine):
         self.model = self.forward = self.evaluated = model  # the last two may be compiled, forward in DDP
@@ -483,11 +480,10 @@ class Run:
         self.tokens_per_update = (config['gradient_accumulation_steps'] * config['batch_size']
                                   * model.config.block_size)  # on all ranks
         vars(self).update(NUMBERS)
-        self.skips = self.in_a_row = 0  # skipped updates: not yet reported, and in a row
+        self.skips = self.in_a_row = 0  # skipped updates, unreported and in a row
 
     def snapshot(self, optimizers=True):
-        """The part of a checkpoint that changes: weights (with LoRA only adapters), NUMBERS, optimizers. All
-        ranks must call it; only rank 0 gets sharded tensors."""
+        """The part of a checkpoint that changes. All ranks must call it; only rank 0 gets sharded tensors."""
         weights = self.model.state_dict()
         names = {w: name for name, w in self.model.named_parameters()}
         states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
@@ -507,7 +503,7 @@ class Run:
             self.scaler.load_state_dict(source['scaler'])
         vars(self).update((name, source[name]) for name in NUMBERS if name in source)
         self.best_val_loss = float(self.best_val_loss)  # nanoGPT stores a tensor
-        if 'tokens' not in source:  # nanoGPT does not store them
+        if 'tokens' not in source:  # nanoGPT stores none
             self.tokens = self.iter_num * self.tokens_per_update
         print0(f"resume: {source['path']} at iteration {self.iter_num:,}, best val loss "
                f"{self.best_val_loss:.4f}")
@@ -526,7 +522,7 @@ def step(run, batch):
     run.in_a_row = (run.in_a_row + 1) * ~moved
     return {'iter': run.iter_num, 'loss': loss, 'weight': sum(weight for *_, weight in batch), 'lr': lr,
             'grad_norm': grad_norm,
-            # the largest load, relative to an even share
+            # relative to an even share
             'load_max': None if load is None else (load.amax(1) / load.mean(1)).max()}
 
 
@@ -541,22 +537,22 @@ def gradients(run, batch):
             loss, aux = run.forward(inputs, targets)
         loss = loss * weight
         losses.append(loss.detach())
-        if 'mtp' in aux:  # averaged over the same targets as the loss
+        if 'mtp' in aux:  # averaged like the loss
             aux['mtp'] = aux['mtp'] * weight
         for name, setting in LOSSES.items():
             if name in aux:
                 loss = loss + run.config[setting] * aux[name]
         if 'load' in aux:
             loads.append(aux['load'])
-        # if the loss is not finite, all gradients become nan, on all ranks
+        # a loss that is not finite makes the gradients of all ranks nan
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         run.scaler.scale(loss / len(batch)).backward()
     return sum(losses) / len(batch), all_reduce(sum(loads)) if loads else None
 
 
 def update(run, load):
-    """Clips the gradients, steps if they are finite, and clears them. Returns 0-d tensors: the gradient's
-    norm, and whether weights changed."""
+    """Clips gradients, steps if they are finite, and clears them. Returns 0-d tensors: their norm, and
+    whether weights changed."""
     config = run.config
     params = run.params
     for opt in run.optimizers:
@@ -569,7 +565,7 @@ def update(run, load):
         grad_norm = grad_norm.full_tensor()
     moved = grad_norm.isfinite()
     for opt in run.optimizers:
-        # a fused optimizer decides on the device, without waiting
+        # fused optimizers decide on the device
         if getattr(opt, '_step_supports_amp_scaling', False) and run.machine.device != 'mps':
             opt.found_inf = (~moved).float()
         elif not moved:
@@ -588,11 +584,11 @@ def seed_dropout(seed, it, rank):
     torch.manual_seed(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0])
 
 
-MAX_SKIPPED = 10  # skipped updates in a row that end the run
+MAX_SKIPPED = 10  # skipped updates in a row
 
 
 def count_skips(run):
-    """Reports skipped updates. Raises ValueError after MAX_SKIPPED in a row."""
+    """Reports skipped updates. Raises ValueError after MAX_SKIPPED."""
     skips = int(run.skips)
     run.skips = 0
     run.skipped += skips
@@ -604,7 +600,7 @@ def count_skips(run):
 
 
 def diverge(run, event):
-    """Notes in run.json that the run diverged. Raises ValueError."""
+    """Notes the divergence in run.json. Raises ValueError."""
     out_dir = run.config['out_dir']
     error = (f"{event} at iteration {run.iter_num}: the run diverged; {out_dir}/ckpt.pt still holds the last "
              "good checkpoint; lower --learning_rate, or use --dtype=float32")
@@ -615,8 +611,8 @@ def diverge(run, event):
 # continuing from a checkpoint -------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
-    """sample.load to resume, or to fine-tune on data with this meta. asked: fields of GPTConfig. Raises
-    ValueError if one changes that is not CHANGEABLE."""
+    """Calls sample.load to resume, or to fine-tune on data with this meta. asked: fields of GPTConfig. Raises
+    ValueError for a change that is not CHANGEABLE."""
     from sample import CHANGEABLE, load
     tuned = init_from != 'resume'
     changes = packed(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
@@ -642,8 +638,8 @@ LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}
 
 
 def run_settings(config, given, source):
-    """config, with a resumed checkpoint's values for settings that are not given. source: the checkpoint, or
-    {}. Raises ValueError for a change that does not fit its state."""
+    """Returns config with the checkpoint's values for settings that are not given. source: a resumed
+    checkpoint, or {}. Raises ValueError if a fixed setting changes."""
     was = source.get('config', {})
     ours = {'out_dir', 'init_from', *given}
     lengths = [name for name in given if name in LENGTH and config[name] is not None]
@@ -667,7 +663,7 @@ def run_settings(config, given, source):
 # checkpoints and log ----------------------------------------------------------------------------------------
 
 def save(run, name, constant):
-    """Writes a checkpoint, best.pt without optimizers, and only then replaces the old file."""
+    """Writes a checkpoint, then replaces the old file. best.pt has no optimizers."""
     state = run.snapshot(name != 'best.pt')
     path = Path(run.config['out_dir'], name)
     temp = path.with_suffix('.tmp')
@@ -710,7 +706,7 @@ def set_aside(out_dir, *patterns):
 
 
 def note(out_dir, **facts):
-    """Adds facts to run.json, for other programs."""
+    """Adds facts to run.json."""
     path = Path(out_dir, 'run.json')
     temp = path.with_suffix('.tmp')
     if RANK == 0:
@@ -742,7 +738,7 @@ def start_log(path, after):
 
 
 def log_row(path, wandb_run, row):
-    """Adds a row of numbers or tensors to the log and to wandb's run, if any."""
+    """Adds a row to the log and to wandb's run, if any."""
     texts = {name: format(value, LOG_FIELDS[name]) for name, value in row.items() if value is not None}
     if RANK == 0:
         with open(path, 'a', encoding='utf-8', newline='') as f:
@@ -783,7 +779,7 @@ TIME_IS_OVER = 1
 
 def stop_on_signals():
     """Returns a list to which signals add exit statuses. A second Ctrl-C ends the run at once. A second
-    SIGTERM does not, because torchrun and Slurm may both send one."""
+    SIGTERM does not, because torchrun may repeat it."""
     signals = []
 
     def stop(number, frame):
@@ -801,13 +797,13 @@ def stop_on_signals():
 
 
 def why_stop(signals, time_limit):
-    """Why the run must end: the exit status for a signal to any rank, TIME_IS_OVER, or 0."""
+    """The exit status for a signal to any rank, TIME_IS_OVER, or 0 to continue."""
     late = time_limit is not None and time.time() - START >= 60 * time_limit
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
 
 def print_sample(run, tokenizer, prompts):
-    """Prints what the model writes after the prompt, a list with one list of ids."""
+    """Prints a sample. prompts: one list of ids."""
     from sample import complete
     run.model.eval()
     with run.machine.autocast():
@@ -818,13 +814,13 @@ def print_sample(run, tokenizer, prompts):
 
 
 def start_lora(model, config, source):
-    """Adds adapters to the model; returns what a checkpoint stores about them."""
+    """Adds adapters. Returns what checkpoints store about them."""
     from zoo.weights import start_lora
     return start_lora(model, config, source)
 
 
 def shard_model(model, machine):
-    """Leaves each rank its part of the weights."""
+    """Splits weights among the ranks."""
     from fsdp import shard_model
     shard_model(model, machine)
 
@@ -832,13 +828,13 @@ def shard_model(model, machine):
 # main program -----------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
-    # settings, checkpoint to load
+    # settings, checkpoint
     model_args = settings.model_args
     check_values(settings, config | model_args, globals())
     if init_from == 'auto':
         init_from = config['init_from'] = 'resume' if Path(out_dir, 'ckpt.pt').exists() else 'scratch'
     resumed = init_from == 'resume'
-    if resumed:  # ignore the default file, which auto has loaded
+    if resumed:  # ignore the default file
         given = {name: label for name, label in given.items() if label != 'config/default.py'}
         model_args = {name: model_args[name] for name in model_args if name in given}
     model = source_tokenizer = None
@@ -852,12 +848,12 @@ if __name__ == '__main__':
     # machine, ranks
     machine = runtime(device, dtype, seed)
     device = machine.device
-    if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first for all
+    if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
         timeout = datetime.timedelta(hours=1)  # saving may take minutes
         store, *_ = next(dist.rendezvous('env://', timeout=timeout))
-        # torchrun reuses its store after a restart: hide addresses of dead ranks
+        # torchrun reuses its store after a restart
         store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), store)
         dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS, timeout=timeout)
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
@@ -941,12 +937,12 @@ if __name__ == '__main__':
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
         run.forward = compile_model(model, device)
-        if 'cuda' in device:  # on CPUs compiling twice does not pay
+        if 'cuda' in device:  # does not pay on CPUs
             run.evaluated = run.forward
     if RANKS > 1 and not shard:
         run.forward = DDP(run.forward, gradient_as_bucket_view=True)
 
-    # lock, log, constant part of checkpoints
+    # files
     constant = {
         'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
         'tokenizer': tokenizer and tokenizer.state(),
@@ -971,7 +967,7 @@ if __name__ == '__main__':
                                    resume='allow', config=config | vars(model.config))
             run.wandb_id = wandb_run.id
 
-    # the loop: train, evaluate, save
+    # the loop
     began = START - run.wall_s
     row = None
     reason = 0
@@ -981,11 +977,11 @@ if __name__ == '__main__':
         timed_at = time.time()
         while run.iter_num < goal and not (reason or eval_only):
             row = step(run, batch)
-            batch = next(batches, None)  # is read while the device computes
+            batch = next(batches, None)  # while the device computes
             it = run.iter_num
             if it < max_iters:
                 reason = why_stop(signals, time_limit)
-            # the first and the fourth show the speed early
+            # 1 and 4 show the speed early
             if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
                 count_skips(run)
                 now = time.time()
@@ -998,7 +994,7 @@ if __name__ == '__main__':
                 if (it == 1 or it % log_interval == 0) and it < goal and not reason:
                     log_row(log_file, wandb_run, row)  # at goal: after the evaluation
 
-        if reason:  # a cluster may not wait for the evaluation
+        if reason:  # a cluster may not wait
             save(run, 'ckpt.pt', constant)
             print0(f"saved at iteration {run.iter_num:,} of {max_iters:,}, now evaluating; to continue: "
                    f"python train.py --out_dir={shlex.quote(out_dir)} --init_from=resume")
@@ -1012,7 +1008,7 @@ if __name__ == '__main__':
         if improved:
             run.best_val_loss = val_loss
         run.wall_s = time.time() - began
-        if row:  # before the checkpoint, so that no row is lost
+        if row:  # before the checkpoint, or rows are lost
             log_row(log_file, wandb_run, row | columns | {'wall_s': run.wall_s})
         if improved and not always_save_checkpoint:
             save(run, 'best.pt', constant)
@@ -1023,7 +1019,7 @@ if __name__ == '__main__':
             for old in kept[:-keep] if RANK == 0 else ():
                 Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
         save(run, 'ckpt.pt', constant)
-        if sample_tokens and tokenizer and (RANK == 0 or shard):  # sharded models run on all ranks
+        if sample_tokens and tokenizer and (RANK == 0 or shard):
             print_sample(run, tokenizer, val_bins.batch([0], 1)[0].tolist())
         if reason or run.iter_num >= max_iters:
             break
