@@ -1,6 +1,6 @@
 """
-Mixture of experts, which replaces the MLP of a block. model.py imports this file if n_expert is set, and
-explains the letters in shapes. Further ones: E experts, n = B T tokens, k = n_expert_active.
+Mixture of experts, which replaces the MLP of a block. The letters in shapes are those of model.py, and E
+experts, n = B T tokens, k = n_expert_active.
 """
 import math
 
@@ -22,11 +22,11 @@ class GroupedLinear(nn.Module):
         self.widths = widths
         self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=widths)
         self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
-        # not compiled, because lengths vary; a decorator would import the compiler with this file
+        # not compiled, because lengths vary
         self.loop = torch.compiler.disable(loop_over_experts)
 
     def has_kernel(self, dtype, device):
-        """Whether torch has a kernel for all experts at once: for bfloat16 rows of a multiple of 16 bytes."""
+        """Whether grouped_mm supports the weights; it needs rows of 16-byte multiples."""
         return (dtype is torch.bfloat16 and device != 'mps'
                 and not any(n % 8 for n in self.weight.shape[1:]))
 
@@ -47,7 +47,7 @@ class GroupedLinear(nn.Module):
 
 
 def loop_over_experts(product, x, offsets, *weights):
-    """Calls product(rows of an expert, its weights) for each expert that has rows."""
+    """Calls product(rows, weights) for each expert with rows."""
     segments = x.tensor_split(offsets[:-1].long().cpu())
     return torch.cat([product(rows, *each) for rows, *each in zip(segments, *weights) if len(rows)])
 
@@ -77,8 +77,7 @@ ROUTERS = {
 
 class MoE(nn.Module):
     """Mixture of experts: each token passes through the n_expert_active experts with the highest router
-    scores (arXiv:1701.06538) and through the shared experts (arXiv:2401.06066). With expert_norms (Gemma 4),
-    router, experts and shared experts each have their own norm on the residual stream."""
+    scores (arXiv:1701.06538) and through the shared experts (arXiv:2401.06066)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -103,14 +102,14 @@ class MoE(nn.Module):
         E = self.config.n_expert
         k = self.config.n_expert_active
         weight, chosen, logits, score = self.route(self.ln_router(flat))
-        order = chosen.flatten().argsort(stable=True)  # the n k choices, sorted by expert
+        order = chosen.flatten().argsort(stable=True)  # choices sorted by expert
         load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # choices, (B, E)
         ends = load.sum(0).cumsum(0, dtype=torch.int32)
         each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # one row per choice
         if self.config.expert_input_scale:
             each = each * weight.view(-1, 1).type_as(each)
             weight = torch.ones_like(weight)
-        # index_select, because the backward pass of indexing is slow or not deterministic
+        # the gradient of indexing is slow or not deterministic
         y = self.experts(each.index_select(0, order), ends)
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
@@ -142,7 +141,7 @@ class MoE(nn.Module):
             rank = groups.masked_fill(hidden[..., None], -math.inf).flatten(1)
         chosen = rank.topk(config.n_expert_active).indices
         weight = score.gather(1, chosen)
-        # softmax of the log scores normalises the chosen scores without underflow
+        # softmax normalises the chosen scores without underflow
         weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
         if self.expert_scale is not None:
             weight = weight * self.expert_scale[chosen]
@@ -153,12 +152,12 @@ class MoE(nn.Module):
         6); z, 0-d (ST-MoE, arXiv:2202.08906); load of all rows (E,)"""
         if not self.config.balance_per_sequence:
             load = load.sum(0, keepdim=True)
-        share = score.softmax(-1).unflatten(0, (len(load), -1)).mean(1)  # mean scores, shaped as load
+        share = score.softmax(-1).unflatten(0, (len(load), -1)).mean(1)  # mean scores
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
 
     def _apply(self, *args, **options):
-        """Called by .to(). Keeps the expert biases in float32."""
+        """Keeps the expert biases in float32."""
         exact = self.expert_bias
         super()._apply(*args, **options)
         if exact is not None and not exact.is_meta:
@@ -175,7 +174,7 @@ def routing_losses(routing):
 
 @torch.no_grad()
 def move_balance(model, load, rate=0.001):
-    """Updates the expert biases after a step, given the load (layers with experts, E): adds rate for experts
-    below the mean load, subtracts it for others (arXiv:2408.15664)."""
+    """Updates the expert biases by the load (layers with experts, E): adds rate for experts below the mean
+    load, subtracts it for others (arXiv:2408.15664)."""
     for block, one in zip((block for block in model.h if isinstance(block.mlp, MoE)), load, strict=True):
         block.mlp.expert_bias += rate * (one.mean() - one).sign()

@@ -1,6 +1,6 @@
 """
-Further layers. The file enters them in MIXERS of model.py, as a file of yours would; model.py imports it if a
-config needs it. model.py also explains the letters in shapes, and ForwardContext there is a mixer's contract.
+Further layers, which model.py imports if a config needs them. model.py explains the letters in shapes, and
+ForwardContext there is a mixer's contract.
 
     A  attention with options         M  latent attention (DeepSeek)
     D  Gated DeltaNet (Qwen3-Next)    K  Kimi Delta Attention    B  Mamba-2    C  short convolution (LFM2)
@@ -33,7 +33,7 @@ from model import (
 # attention --------------------------------------------------------------------------------------------------
 
 class VariantAttention(Attention):
-    """Attention with further options: norms on queries and keys, clipping, gates, keys as values."""
+    """Attention with further options."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -61,7 +61,7 @@ class VariantAttention(Attention):
         if context.cache is not None:
             k, v = context.cache.append(self, context, k, v)
         y = self.attend(q, k, v, context).transpose(1, 2)  # (B, T, H, D)
-        if gate:  # one per element, or one per head
+        if gate:
             y = y * gate[0].unflatten(-1, (self.n_head, -1)).sigmoid()
         return self.c_proj(y.flatten(2))
 
@@ -85,8 +85,7 @@ class VariantAttention(Attention):
 class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
     are projections of one latent per token; the cache keeps the latent and one rotary key. If it is cheaper,
-    as in decoding, the projections are absorbed into queries and outputs (section 2.1.2). The latents are
-    then keys and values of multi-query attention."""
+    the projections are absorbed into queries and outputs (section 2.1.2)."""
 
     @classmethod
     def defaults(cls, config):
@@ -153,8 +152,8 @@ class LatentAttention(BaseAttention):
 # layers with a state ----------------------------------------------------------------------------------------
 
 def after_last(mixer, x, context, state=0):
-    """x (B, T, ...) -> (B, n + T, ...): the n tokens before x, zeros before a row's first token, then x. The
-    cache keeps them in mixer.states[state], of shape (n, ...), which then gets the last n tokens of x."""
+    """x (B, T, ...) -> (B, n + T, ...): the n tokens before x (zeros at the start), then x.
+    mixer.states[state], of shape (n, ...), keeps the last n tokens."""
     n = mixer.states[state][0][0]
     cache = context.cache
     lengths = context.lengths
@@ -168,7 +167,7 @@ def after_last(mixer, x, context, state=0):
 
 def short_convolution(mixer, x, context):
     """Causal depthwise convolution within a document: y_t = sum over j of conv[:, -1 - j] x_{t - j}, for x
-    (B, T, channels) and mixer.conv (channels, kernel). The mixer's first state has the tokens before x."""
+    (B, T, channels) and mixer.conv (channels, kernel)."""
     x = after_last(mixer, x, context)
     weight = mixer.conv.type_as(x)
     kernel = mixer.conv.shape[1]
@@ -180,17 +179,16 @@ def short_convolution(mixer, x, context):
 
 
 def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, chunk=64):
-    """Linear attention with a state S (keys x values) that decays, and that is corrected by what it returns
-    for a key:
+    """Linear attention with a state S (keys x values) that decays and is corrected:
 
         S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t
 
-    arXiv:2412.06464, equation 10, computed in chunks (section 3.3): the corrections within a chunk solve a
-    triangular system, and the state passes from chunk to chunk. Everything is float32.
+    This is equation 10 of arXiv:2412.06464, computed in chunks (section 3.3): the corrections within a chunk
+    solve a triangular system. Everything is float32.
 
     q, k (B, heads, T, keys); v (B, heads, T, values); beta (B, heads, T, 1); state (B, heads, keys, values)
-    decay: at most 0, (B, heads, T, 1), or (B, heads, T, keys) for a decay per channel of a key
-    is_start: (B, T) bool, where documents start; None: nowhere
+    decay: at most 0, (B, heads, T, 1), or (B, heads, T, keys) for a decay per channel
+    is_start: (B, T) bool, True at the start of a document
     corrects: False leaves out the subtracted term
     chunk: a power of two
     Returns y (B, heads, T, values) and the state."""
@@ -198,20 +196,20 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     while chunk // 2 >= T:
         chunk //= 2
 
-    def chunks(x, dim):  # padded with zeros, which write nothing and do not decay
+    def chunks(x, dim):  # zeros write nothing and do not decay
         return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % chunk)).unflatten(dim, (-1, chunk))
 
     q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, chunk, ...)
     total = running_sum(decay)  # log of the decay since the start of the chunk
     hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    carried = total.exp()  # decay from the start of the chunk
-    left = (total[..., -1:, :] - total).exp()  # decay to its end
+    carried = total.exp()
+    left = (total[..., -1:, :] - total).exp()  # decay to the end of the chunk
     if is_start is not None:
         document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0: began before the chunk
         hidden = hidden | (document[..., :, None] != document[..., None, :])
         carried = carried * (document == 0)[..., None]
         left = left * (document == document[..., -1:])[..., None]
-    between = None  # (B, heads, chunks, chunk, chunk): decay from j to i, if it is the same in all channels
+    between = None  # (B, heads, chunks, chunk, chunk): decay from j to i
     if decay.shape[-1] == 1:
         between = (total - total.mT).masked_fill(hidden, -math.inf).exp()
 
@@ -222,7 +220,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     if corrects:
         k_beta = k * beta
         right = torch.cat((written, k_beta * carried), dim=-1)
-        # reads only what is below the diagonal
+        # reads only below the diagonal
         right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
         written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
     score = scores(q)
@@ -248,14 +246,14 @@ def running_sum(x):
 
 
 def has_cumsum(device):
-    """Whether to use cumsum on this type of device: CUDA's kernel is not deterministic."""
+    """Whether to use cumsum, which is not deterministic on CUDA."""
     return device != 'cuda' or not torch.are_deterministic_algorithms_enabled()
 
 
 def decayed_scores(q, k, total):
     """(..., C, C): for i >= j the sum over channels of q_i k_j exp(total_i - total_j). q, k and total are
-    (..., C, channels), total falls, and C is a power of two. exp(-total) would overflow. Therefore, in each
-    pair of adjacent blocks, keys decay to the end of the earlier block, and queries from there."""
+    (..., C, channels), and C is a power of two. exp(-total) would overflow. Therefore, in each pair of
+    adjacent blocks, keys decay to the end of the earlier block, and queries decay from there."""
     score = (q * k).sum(-1)[..., None, None]
     half = 1  # block length
     while half < q.shape[-2]:
@@ -270,8 +268,7 @@ def decayed_scores(q, k, total):
 
 
 class GatedDeltaNet(Mixer):
-    """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next: queries, keys and values
-    pass through a short convolution, queries and keys are normalised, the output is normalised and gated."""
+    """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next."""
 
     documents = corrects = True
 
@@ -306,11 +303,11 @@ class GatedDeltaNet(Mixer):
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
     def other_widths(self, keys, values):
-        """Widths of further projections (gate; beta and decay per value head), of dt_bias and o_norm."""
+        """Widths of the projections after q, k and v, of dt_bias, and of o_norm"""
         return (values, self.n_value, self.n_value), self.n_value, self.value_dim
 
     def flops(self, length):
-        # write and read the state, read it to correct, convolution
+        # writes and reads of the state, and the convolution
         return 6 * ((2 + self.corrects) * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
 
     def forward(self, x, context):
@@ -340,7 +337,7 @@ class GatedDeltaNet(Mixer):
         """decay (B, T, n_value, 1 or keys), beta (B, T, n_value) -> (B, T, n_value, values)"""
         cache = context.cache
         is_token = context.is_token()
-        if is_token is not None:  # padding writes nothing and does not decay the state
+        if is_token is not None:  # padding does not change the state
             beta = beta * is_token[..., None]
             decay = decay * is_token[..., None, None]
         state = (q.new_zeros(len(q), *self.states[1][0]) if cache is None
@@ -400,8 +397,8 @@ class ShortConvolution(Mixer):
 
 
 class Mamba2(GatedDeltaNet):
-    """Mamba-2 as linear attention (arXiv:2405.21060, section 6): its C is the query, its B the key, which
-    groups of heads share, its x the value. The step size scales both the written value and the decay."""
+    """Mamba-2 as linear attention (arXiv:2405.21060, section 6): its C is the query, its B the
+    key, and its x the value. The step size scales both the written value and the decay."""
 
     corrects = False
 
@@ -427,7 +424,7 @@ class Mamba2(GatedDeltaNet):
         decay = -self.A_log.float().exp() * step
         y = self.recur(q, k, v, decay[..., None], step, context)
         y = (y + self.skip.float()[:, None] * v.transpose(1, 2)).flatten(2) * F.silu(gate.float())
-        y = y.unflatten(-1, (self.n_key, -1))  # heads with the same key are normalised together
+        y = y.unflatten(-1, (self.n_key, -1))
         y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(2) * self.o_norm.float()
         return self.c_proj(y.type_as(gate))
 
@@ -452,7 +449,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 # bigrams, multi-token prediction ----------------------------------------------------------------------------
 
 class BigramEmbedding(Mixer):
-    """An embedding of each token and the token before it, by a hash (modded-nanogpt, record of 2026-01-19;
+    """An embedding of each token and the token before it, by a hash (modded-nanogpt,
     arXiv:2501.16975). It is a Mixer so that the cache keeps the previous token."""
 
     documents = True
@@ -466,7 +463,7 @@ class BigramEmbedding(Mixer):
         return 0
 
     def forward(self, context):
-        """-> (B, T, C). The token before the first of a document is 0."""
+        """-> (B, T, C)"""
         before = after_last(self, context.idx, context)[:, :-1].where(context.position_ids > 0, 0)
         return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
 
@@ -483,13 +480,13 @@ class MultiTokenPrediction(nn.Module):
         self.block = make_block(config, config.n_layer - 1)
 
     def forward(self, x, x0, context):
-        """x and the first block's input x0, (B, T, C) -> (B, T, C); meaningless for the last token."""
+        """x and the first block's input x0, (B, T, C) -> (B, T, C)"""
         both = torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)
         return self.block(self.c_in(both), context)
 
     def loss(self, model, x, x0, targets, context):
         """Cross entropy of the tokens after the next, 0-d, divided by the number of all targets
-        (arXiv:2412.19437, equation 24), so that a batch may be split."""
+        (arXiv:2412.19437, equation 24)."""
         later = F.pad(targets[:, 1:], (0, 1), value=-1)
         context.routing = None
         mean, _ = model.loss(self(x, x0, context), later)
@@ -527,6 +524,6 @@ class XIELU(nn.Module):
 
 
 ACTIVATIONS |= {'swiglu_oai': (SwigluOAI, True), 'xielu': (XIELU, False)}
-# `| MIXERS`: letters that a file of yours entered before take precedence
+# `| MIXERS`: letters of your own files take precedence
 MIXERS |= {'M': LatentAttention, 'D': GatedDeltaNet, 'C': ShortConvolution, 'B': Mamba2,
            'K': KimiDeltaAttention} | MIXERS

@@ -1,6 +1,5 @@
 """
-The modern decoder-only language model, in four parts to be read in order. If a part calls a function of a
-later part, its docstring is enough to read on.
+The modern decoder-only language model, in four parts to be read in order.
 
     I    the decoder, a whole Qwen3: settings, linear layers, norm, rotation, attention, MLP, block, GPT
     II   cache, masks, attention kernels
@@ -10,13 +9,12 @@ later part, its docstring is enough to read on.
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
     model = GPT(config)
     logits = model(idx)                          # (B, T) -> (B, T, vocab_size) float32
-    loss, aux = model(idx, targets)              # mean cross entropy over targets that are not negative
-    cache = model.make_cache(B, max_len)         # belongs to the caller
-    logits = model(idx, cache=cache, keep=1)     # appends idx; logits of the last new token only
+    loss, aux = model(idx, targets)              # mean cross entropy
+    cache = model.make_cache(B, max_len)
+    logits = model(idx, cache=cache, keep=1)     # logits of only the last token
 
-Further layers are in mixers.py, experts.py and zoo/weights.py (adapters, int8), each imported only if a model
-uses it. Shapes in comments: B batch rows, T new tokens, S tokens to attend to, C = n_embd, H query
-heads, K key/value heads, D = head_dim.
+Further layers are in mixers.py, experts.py and zoo/weights.py (adapters, int8). Shapes in comments: B batch
+rows, T new tokens, S tokens to attend to, C = n_embd, H query heads, K key/value heads, D = head_dim.
 """
 import contextlib
 import copy
@@ -37,9 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model, as plain data. A pattern has one letter per layer and is repeated. If
-    an annotation names a table, its keys are the choices. Brackets in comments are rules for flags, see
-    configurator.py. Raises a ValueError that names all problems."""
+    """Everything that defines a model. A pattern has one letter per layer and is repeated. If an annotation
+    names a table, its keys are the choices. configurator.py explains the rules in brackets. Raises a
+    ValueError that names all problems."""
     # a Qwen3
     block_size: int = 1024           # maximum sequence length [changeable]
     vocab_size: int = 50304          # GPT-2's 50257, rounded up
@@ -49,13 +47,13 @@ class GPTConfig:
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head [if not kv_lora_rank]
     d_ff: int | None = None          # MLP width; None: 4 n_embd, or if gated 8/3 n_embd, rounded up
-    mlp: 'ACTIVATIONS' = 'swiglu'    # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
+    mlp: 'ACTIVATIONS' = 'swiglu'    # swiglu, geglu, gelu, relu2, ...: ACTIVATIONS
     norm_eps: float = 1e-6           # added to the mean square
     rope_base: float = 10000.0       # pair i rotates by position * base^(-2i / dimensions) [if pos == 'rope']
-    qk_norm: bool | Literal['whole', 'rotated', 'unit'] | None = None  # norm on queries and keys: True (each
+    qk_norm: bool | Literal['whole', 'rotated', 'unit'] | None = None  # norm on queries and keys: True (per
                                      # head, Qwen3); whole (all heads at once, OLMo 2); rotated (after the
-                                     # rotation, Hunyuan); unit (rotated, no weights, only in layers with
-                                     # rotations, Llama 4); None: True, in MLA False
+                                     # rotation, Hunyuan); unit (rotated, without weights, Llama 4);
+                                     # None: True, in MLA False
     tie_word_embeddings: bool = True  # the head uses the embedding's weights (arXiv:1608.05859)
     dropout: float = 0.0             # on embedding, attention weights, branches [< 1] [changeable] [random]
     # positions
@@ -63,7 +61,7 @@ class GPTConfig:
                                      # GPT-2, arXiv:1706.03762
     pos_pattern: Literal['P', 'N'] = 'P'  # P: positions, N: none (SmolLM3: 'PPPN')
                                      # [if pos in ('rope', 'alibi')]
-    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
+    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...
                                      # [changeable] [if pos == 'rope']
     partial_rotary_factor: float = 1.0  # share of each head that rotates (GPT-J) [if pos == 'rope']
     alibi_scale: float = 1.0         # factor on ALiBi's slopes (Falcon) [if pos == 'alibi']
@@ -73,7 +71,7 @@ class GPTConfig:
                                      # convolution, B Mamba-2, K Kimi Delta Attention (Qwen3-Next: 'DDDA');
                                      # None: A, or M with kv_lora_rank
     # windows of attention
-    window: int | None = None        # tokens that S layers see, the current one included [if window_pattern]
+    window: int | None = None        # tokens that S layers see, with the current one [if window_pattern]
     window_pattern: Literal['S', 'L', 'C', 'G'] | None = None  # S: sliding window, L: all tokens (Gemma 2:
                                      # 'SL'), C: only the current chunk of `window` tokens (Llama 4),
                                      # G: S plus global tokens (arXiv:2004.05150)
@@ -93,14 +91,14 @@ class GPTConfig:
     kv_lora_rank: int | None = None  # width of the latent; None: no MLA
     # further fields of MLA [if kv_lora_rank]
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
-    qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
-    qk_rope_head_dim: int | None = None  # part with positions; heads share its key; None: 64
+    qk_nope_head_dim: int | None = None  # head width without positions; None: 128
+    qk_rope_head_dim: int | None = None  # head width with positions; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
-    latent_norm_eps: float | None = None  # norm_eps of latent and compressed query; None: norm_eps
+    latent_norm_eps: float | None = None  # norm_eps of the latents; None: norm_eps
     # layers with a state, see mixers.py [if mixer_pattern.strip('AM')]
     linear_n_key_head: int | None = None  # query and key heads; None: n_head (in B 1)
-    linear_n_value_head: int | None = None  # a multiple of the key heads; None: as many (B n_embd / 32)
-    linear_key_head_dim: int | None = None  # None: n_embd // n_head (in B, the size of the state, 64)
+    linear_n_value_head: int | None = None  # multiple of the key heads; None: equal (B n_embd / 32)
+    linear_key_head_dim: int | None = None  # None: n_embd // n_head (in B 64)
     linear_value_head_dim: int | None = None  # None: linear_key_head_dim (in B 64)
     linear_conv_bias: bool | None = None  # bias of B's short convolution; None: True
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
@@ -113,7 +111,7 @@ class GPTConfig:
     embed_scale: float | None = None  # factor on the embedding; None: 1, sqrt(n_embd) if sinusoidal
     bigram_size: int | None = None   # rows of an embedding of token pairs (modded-nanogpt)
     residual_scale: float = 1.0      # factor on the outputs of attention and MLP (Granite)
-    residual_lambdas: bool = False   # each layer starts with a learned mix of stream and embedding
+    residual_lambdas: bool = False   # a learned mix with the embedding before each layer
     layer_scalar: bool = False       # a constant factor on each block's output (Gemma 4)
     # MLP, biases
     mlp_limit: float = 7.0           # bound of gate and up [if mlp == 'swiglu_oai']
@@ -123,17 +121,17 @@ class GPTConfig:
     mlp_bias: bool | None = None     # bias of MLP, experts and router; None: as bias
     # mixture of experts (arXiv:1701.06538)
     n_expert: int | None = None      # experts; None or 0: a dense model
-    expert_pattern: Literal['E', 'D', 'N'] = 'E'  # E: experts, D: dense, N: no MLP, only a mixer (Nemotron-H)
+    expert_pattern: Literal['E', 'D', 'N'] = 'E'  # E: experts, D: dense, N: no MLP (Nemotron-H)
     # further fields of experts [if n_expert]
     n_expert_active: int | None = None  # experts per token; None: 2
-    n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066), as one MLP
+    n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066)
     shared_gate: bool = False        # a sigmoid gate on shared experts [if n_shared_expert]
     d_expert: int | None = None      # width of an expert; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
-    expert_input_scale: bool = False  # the router's weights multiply the experts' input (Llama 4)
+    expert_input_scale: bool = False  # weights multiply the experts' input (Llama 4)
     expert_norms: bool = False       # norms before router, around experts (Gemma 4)
-    router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437): ROUTERS
-    norm_topk_prob: bool = True      # weights sum to 1; with one active expert the router then learns nothing
+    router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3)
+    norm_topk_prob: bool = True      # weights of the active experts sum to 1
     routed_scaling_factor: float = 1.0  # factor on the weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use [if n_group]
@@ -143,13 +141,13 @@ class GPTConfig:
     head_bias: bool = False          # bias of an untied head (GPT-J, Phi) [if not tie_word_embeddings]
     logit_scale: float = 1.0         # factor on the logits (Cohere, Granite)
     logit_softcap: float = 0.0       # c * tanh(logits / c) (Gemma 2); 0: off
-    mtp: bool = False                # a further layer predicts the token after the next: MultiTokenPrediction
+    mtp: bool = False                # a further layer predicts the token after the next
 
     def __post_init__(self):
-        complete(self)  # part IV: defaults for None, and validation
+        complete(self)  # part IV
 
     def at(self, layer):
-        """The config of a layer, with the values in `local` if it has a window."""
+        """The config of a layer, which has the values in `local` if it has a window."""
         if not self.local or self.window_of(layer) is None:
             return self
         changed = copy.copy(self)
@@ -157,16 +155,13 @@ class GPTConfig:
         return changed
 
     def mixer_of(self, layer):
-        """The layer's letter in MIXERS."""
         return letter(self.mixer_pattern, layer)
 
     @property
     def mixers(self):
-        """The mixer classes of this model, each once."""
         return [MIXERS[kind] for kind in dict.fromkeys(self.mixer_pattern)]
 
     def window_of(self, layer):
-        """The window of an S, C or G layer; otherwise None."""
         has_window = self.window_pattern and letter(self.window_pattern, layer) != 'L'
         return self.window if has_window and MIXERS[self.mixer_of(layer)].can_slide else None
 
@@ -177,12 +172,11 @@ class GPTConfig:
 
     @property
     def rope_dim(self):
-        """Dimensions of a head that rotate."""
         return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def rope_kind(self):
-        """(base, dimensions that rotate, items of the scaling). Layers with equal kinds share cos and sin."""
+        """(base, dimensions that rotate, items of the scaling)"""
         items = tuple((name, tuple(value) if isinstance(value, list) else value)
                       for name, value in (self.rope_scaling or {}).items())
         return self.rope_base, self.rope_dim, items
@@ -199,35 +193,35 @@ class Tag(typing.NamedTuple):
     """How a parameter starts and is optimized."""
     init: typing.Callable          # fills the parameter in place, as torch.nn.init does
     group: str                     # one of GROUPS
-    rows: tuple | None = None      # row counts of projections fused in a matrix; None: one
+    rows: tuple | None = None      # row counts of fused projections; None: one
 
 
 GROUPS = {  # group of parameters, as in --lr_scales -> whether it has weight decay
-    'matrix': True,  # or a stack of matrices; Muon may orthogonalise them
+    'matrix': True,  # Muon may orthogonalise these
     'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
 }
 
 
 def tag(w, init, group, rows=None):
-    """Gives a parameter its Tag and returns the parameter."""
+    """Gives a parameter its Tag."""
     w.tag = Tag(init, group, rows)
     return w
 
 
 def parameter(*shape, init, group, rows=None):
-    """A new parameter with its tag; NaN until init fills it."""
+    """A new parameter, which is NaN until init fills it."""
     return tag(nn.Parameter(torch.full(shape, math.nan)), init, group, rows)
 
 
 def hidden_init(w):
-    """Normal with std sqrt(1 / (3 columns)), which is 0.02 at 768 columns."""
+    """Normal with std sqrt(1 / (3 columns))."""
     nn.init.normal_(w, std=(3 * w.shape[-1]) ** -0.5)
 
 
 def branch_init(config):
-    """The init of the last projection of attention and MLP: zeros, so that a block starts as the identity;
-    hidden_init if a norm follows, whose gradient at zero is 1 / sqrt(eps)."""
+    """The init of a branch's last projection: zeros, so that a block starts as the identity. If a norm
+    follows, it is hidden_init."""
     return hidden_init if NORM_PLACEMENTS[config.norm_placement].ends_branch else nn.init.zeros_
 
 
@@ -242,8 +236,8 @@ class Linear(nn.Linear):
 
 
 class FusedLinear(Linear):
-    """Several projections in one matrix: x (..., n_in) -> one tensor (..., width) per width in widths. names:
-    'q k v', for bench.py's tables."""
+    """Several projections in one matrix: x (..., n_in) -> one tensor (..., width) per width in
+    widths. bench.py prints the names, such as 'q k v'."""
 
     def __init__(self, n_in, widths, names, bias=False):
         super().__init__(n_in, sum(widths), bias, rows=widths)
@@ -255,7 +249,7 @@ class FusedLinear(Linear):
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding with a tag: idx (...) -> (..., width)."""
+    """nn.Embedding with a tag."""
 
     def __init__(self, rows, width, init, group='embedding'):
         super().__init__(rows, width)
@@ -266,7 +260,7 @@ class Embedding(nn.Embedding):
         return F.linear(x, self.weight)
 
     def reset_parameters(self):
-        if not self.weight.is_meta:  # on meta, normal_ would import the compiler, which takes seconds
+        if not self.weight.is_meta:  # on meta, normal_ imports the compiler, which costs seconds
             super().reset_parameters()
 
 
@@ -287,7 +281,7 @@ NORMS = {'rmsnorm': rms_norm, 'layernorm': layer_norm}
 
 
 class Norm(nn.Module):
-    """Normalises the last dimension, in float32. is_unit: without weight and bias."""
+    """Normalises the last dimension in float32. is_unit: without weight and bias."""
 
     def __init__(self, width, config, is_unit=False, eps=None):
         super().__init__()
@@ -305,8 +299,7 @@ class Norm(nn.Module):
 
 def rope_table(kind, position_ids, length):
     """(cos, sin) at position_ids (1 or B, T), each (1 or B, 1, T, width / 2) float32. Position p rotates pair
-    i by p * base^(-2i / width) (arXiv:2104.09864, equation 15). kind: (base, width, items of a scaling);
-    length: block_size, for scalings."""
+    i by p * base^(-2i / width) (arXiv:2104.09864, equation 15). kind: as in rope_kind; length: block_size."""
     base, width, scaling = kind
     pair = torch.arange(0, width, 2, device=position_ids.device)
     freq = 1.0 / base ** (pair / width)
@@ -315,13 +308,13 @@ def rope_table(kind, position_ids, length):
         options = dict(scaling)
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[:, None, :, None] * freq
-    # joined, because a compiled step would otherwise compute the angles again in each layer
+    # joined, so that a compiled step computes the angles only once
     return torch.cat((angle.cos() * factor, angle.sin() * factor), dim=1).split(1, dim=1)
 
 
 def rotate(x, rope):
-    """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin); rope None returns x. Pair i
-    is (x[i], x[i + pairs]), as in Llama; GPT-J's adjacent pairs are permuted when a checkpoint is loaded."""
+    """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin), if that is not None. Pair i
+    is (x[i], x[i + pairs]), as in Llama."""
     if rope is None:
         return x
     cos, sin = rope
@@ -335,12 +328,11 @@ def rotate(x, rope):
 # attention --------------------------------------------------------------------------------------------------
 
 class Mixer(nn.Module):
-    """What mixes the tokens of a row: attention, Gated DeltaNet, or a layer of yours. ForwardContext in part
-    II has the contract. forward(x, context): x (B, T, C) -> (B, T, C)."""
+    """A layer that mixes the tokens of a row. The docstring of ForwardContext is its contract."""
 
-    slots = states = ()                       # what the cache keeps per token, per row
-    mask_kind = rope_kind = window = None     # which mask, which rotation, how many tokens in the cache
-    documents = can_slide = False             # whether it keeps documents apart, can have a window
+    slots = states = ()                       # what the cache keeps per token, and per row
+    mask_kind = rope_kind = window = None
+    documents = can_slide = False
 
     @classmethod
     def defaults(cls, config):
@@ -349,20 +341,20 @@ class Mixer(nn.Module):
 
     @classmethod
     def check(cls, config):
-        """What it cannot compute, as in `impossible`."""
+        """Yields problems, as `impossible` does."""
         return ()
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer = layer  # make_schedule sets self.place: its number in its block
+        self.layer = layer  # make_schedule sets self.place
 
     def entry(self, context):
-        """Its cache entry. A block that computes twice has two entries per mixer."""
+        """Number of its cache entry."""
         return context.base + self.place
 
 
 class BaseAttention(Mixer):
-    """What all kinds of attention share. A subclass sets scale, and head_widths of a head's key and value."""
+    """A subclass sets scale, and head_widths: the widths of a head's key and value."""
 
     documents = can_slide = True
 
@@ -371,7 +363,7 @@ class BaseAttention(Mixer):
         has_pos = letter(config.pos_pattern, layer) == 'P'
         window = config.window_of(layer)
         self.reach = letter(config.window_pattern, layer) if window else 'L'
-        self.window = None if self.reach == 'G' else window  # G's cache keeps all: it needs the global tokens
+        self.window = None if self.reach == 'G' else window  # G needs the global tokens
         self.has_alibi = config.pos == 'alibi' and has_pos
         self.rope_kind = config.rope_kind if config.pos == 'rope' and has_pos else None
         self.n_head = config.n_head
@@ -380,7 +372,6 @@ class BaseAttention(Mixer):
 
     @property
     def mask_kind(self):
-        """Its key in context.masks: the arguments of make_mask."""
         return self.window, self.has_alibi, self.reach
 
     def attend(self, q, k, v, context):
@@ -392,12 +383,12 @@ class BaseAttention(Mixer):
                       self.config.attn_softcap, self.sink)
 
     def flops(self, length):
-        # with the masked half, as in PaLM: arXiv:2204.02311, appendix B
+        # includes the masked half, as in PaLM (arXiv:2204.02311, appendix B)
         return 6 * self.n_head * sum(self.head_widths) * min(length, self.window or length)
 
 
 class Attention(BaseAttention):
-    """Multi-head, grouped-query or multi-query attention. VariantAttention in mixers.py has more options."""
+    """Multi-head, grouped-query or multi-query attention."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -410,29 +401,28 @@ class Attention(BaseAttention):
         self.k_norm = Norm(D, config) if config.qk_norm else nn.Identity()
         self.scale = config.attn_scale or D ** -0.5
         self.head_widths = D, D
-        self.slots = [(K, D), (K, D)]  # the cache keeps a key and a value per token
+        self.slots = [(K, D), (K, D)]
 
     def projections(self, config):
-        """Widths and names of the projections in c_attn."""
         keys = config.n_kv_head * config.head_dim
         return (config.n_head * config.head_dim, keys, keys), 'q k v'
 
     def forward(self, x, context):
         D = self.head_widths[0]
         q, k, v = self.c_attn(x)
-        q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)                        # each head by itself
+        q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)
         k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
         q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))     # (B, H or K, T, D)
-        rope = context.ropes[self.rope_kind]  # cos and sin at the tokens' positions
+        rope = context.ropes[self.rope_kind]
         q = rotate(q, rope)
         k = rotate(k, rope)
-        if context.cache is not None:  # stores k and v, returns all so far, (B, K, S, D)
+        if context.cache is not None:  # k and v of all tokens so far, (B, K, S, D)
             k, v = context.cache.append(self, context, k, v)
         y = self.attend(q, k, v, context)                                           # (B, H, T, D)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-MIXERS = {  # letter in mixer_pattern: class; mixers.py enters others
+MIXERS = {  # letter in mixer_pattern: class; mixers.py adds others
     'A': Attention,
 }
 
@@ -440,7 +430,7 @@ MIXERS = {  # letter in mixer_pattern: class; mixers.py enters others
 # MLP and block ----------------------------------------------------------------------------------------------
 
 class MLP(nn.Module):
-    """x (..., C) -> (..., C): down(act(up(x))), or if gated, as swiglu is, down(act(gate(x), up(x)))."""
+    """x (..., C) -> (..., C): down(act(up(x))), or if gated, down(act(gate(x), up(x)))."""
 
     def __init__(self, config, width):
         super().__init__()
@@ -453,7 +443,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer, then an MLP or experts, with a norm before each. VariantBlock has options."""
+    """A mixer, then an MLP or experts, with a norm before each."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -475,7 +465,7 @@ class Block(nn.Module):
 # the model --------------------------------------------------------------------------------------------------
 
 class GPT(nn.Module):
-    """The decoder. Raises ValueError if one of its parameters has no tag."""
+    """The decoder."""
 
     def __init__(self, config):
         super().__init__()
@@ -496,14 +486,13 @@ class GPT(nn.Module):
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
         self.lm_head = None if tied else Linear(
             C, config.vocab_size, config.head_bias, nn.init.zeros_, 'head')
-        # the blocks in the order in which they compute
         self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
         self.tags = collect_tags(self)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Fills every parameter as its tag says; `python bench.py params` lists the tags."""
+        """Fills every parameter by the init of its tag."""
         for name, w in self.named_parameters():
             if not w.is_meta:
                 self.tags[name].init(w)
@@ -514,17 +503,16 @@ class GPT(nn.Module):
         """idx (B, T) int64 -> logits (B, T, vocab_size) float32, or with targets (B, T) -> (loss, aux).
 
         loss     mean cross entropy over the targets that are not negative
-        aux      what is not in the loss: 'balance' and 'z' (0-d, means over layers) and 'load' (layers,
-                 experts: how often each was chosen) with experts; 'mtp' (0-d) in training; 'logits' with keep
+        aux      with experts, 'balance' and 'z' (0-d, means over layers) and 'load' (layers, experts: how
+                 often each expert was chosen); in training, 'mtp' (0-d); with keep, 'logits'
         cache    idx continues the rows of this cache and is appended to it
         keep     returns the logits of only the last `keep` tokens of each row
-        lengths  (B,), the number of tokens in each row of idx; padding follows them
-        weights  a list, to which the attention layers append their weights (B, H, T, S)
+        lengths  (B,), tokens per row of idx; padding follows them
+        weights  a list to which layers append their attention weights (B, H, T, S)
         Raises ValueError if the tokens exceed block_size or the cache."""
         T = idx.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
-        # part II: positions, after those in the cache, and the rotations and masks that follow from them
         context = make_context(self, idx, cache, lengths, weights, routing=None if targets is None else [])
         x0 = self.embed(context)
         x = self.blocks(x0, context)                                                              # (B, T, C)
@@ -542,7 +530,7 @@ class GPT(nn.Module):
         return loss, aux
 
     def embed(self, context):
-        """The input of the first block, (B, T, C). Rotations and ALiBi come later, in attention."""
+        """The input of the first block (B, T, C)"""
         config = self.config
         x = self.wte(context.idx)
         if config.embed_scale != 1:
@@ -550,12 +538,12 @@ class GPT(nn.Module):
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:
-            # clamp: positions of padding may exceed the table
+            # positions of padding may exceed the table
             x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
-        # with float16, which could overflow, the residual stream stays float32
+        # the residual stream could overflow in float16
         x = x.bfloat16() if context.dtype is torch.bfloat16 else x
         return F.dropout(x, config.dropout, self.training)
 
@@ -582,14 +570,12 @@ class GPT(nn.Module):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss(self, x, targets, keep=None, lengths=None):
-        """Output of the last block -> mean cross entropy, 0-d, and the last `keep` logits, or None. A sharded
-        model, which compiles block by block, compiles this method as one graph and so stores no logits.
-        LOSSES in train.py has the losses that training adds."""
+        """Output of the last block -> mean cross entropy, 0-d, and the last `keep` logits, or None. A
+        sharded model compiles this method as one graph."""
         logits = self.head(x)
         return cross_entropy(logits, targets), None if keep is None else last_tokens(logits, keep, lengths)
 
     def compute_dtype(self):
-        """The dtype of matmuls."""
         w = self.wte.weight
         if torch.is_autocast_enabled(w.device.type):
             return torch.get_autocast_dtype(w.device.type)
@@ -597,7 +583,7 @@ class GPT(nn.Module):
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
         """An empty Cache. static: for a compiled step. rolling: layers with a window keep only that many
-        tokens; False: they keep all, so that rewind can remove any."""
+        tokens, so that rewind is limited."""
         return Cache(self, batch_size, max_len, static, rolling)
 
 
@@ -607,50 +593,47 @@ class ForwardContext:
     """What the layers of one forward pass share. This docstring is also the contract of a Mixer.
 
     To add an attention, derive from Attention and override attend(q, k, v, context), in which query head h
-    uses key head h // (H / K). For any other mixer, derive from Mixer and write forward(x, context), in which
-    no token may depend on later tokens. Give the class a letter in MIXERS, and add the letter to the grid of
-    test_model.py. A mixer sets
+    uses key head h // (H / K). For any other mixer, derive from Mixer and write forward(x, context), which
+    maps (B, T, C) to (B, T, C); no token may depend on later tokens. Give the class a letter in MIXERS. A
+    mixer sets
 
-    rope_kind   its key in context.ropes, whose value is for rotate(): (base, dimensions that rotate, items of
-                a scaling), as in config.rope_kind or (500.0, config.rope_dim, ()); None: no rotation
+    rope_kind   its key in context.ropes, whose value is for rotate(): config.rope_kind, or a tuple like it;
+                None: no rotation
     mask_kind   its key in context.masks: the arguments (window, has_alibi, reach) of make_mask; None: no mask
     slots       what the cache keeps per token: a list of (heads, width), one per tensor. cache.append(self,
                 context, k, v) stores new ones, (B, heads, T, width), and returns all to attend to. None: the
-                layer reads what another layer keeps
+                layer reads the tensors of another layer
     states      what the cache keeps per row: a list of (shape, dtype), where None is the compute dtype.
                 cache.states[self.entry(context)] has the tensors (B, *shape), zero for a new row; write them
-                with .copy_(). mixers.after_last keeps the last few tokens in a state
+                with .copy_()
     window      how many tokens the slots hold; None: all
     can_slide   True if it can have a window: config.window_of(layer)
-    documents   True if it keeps documents apart, by context.document_starts; otherwise document_token is
-                rejected
-    flops       flops(length): training FLOPs per token at this length, 3 times those of the forward pass,
-                without the products with weights
+    documents   True if it keeps documents apart, by context.document_starts
+    flops       flops(length): training FLOPs per token at this length, without the products with weights
 
     Padding (see lengths) must not change a state. Make parameters by parameter(...) or tag(...), and call the
     last projection c_proj."""
-    idx: torch.Tensor             # (B, T), ids of the new tokens; anything in padding
-    positions: torch.Tensor       # (1 or B, T), positions in the rows, for masks and the cache
-    position_ids: torch.Tensor    # the same in the documents, for rotations
+    idx: torch.Tensor             # (B, T), ids of the new tokens
+    positions: torch.Tensor       # (1 or B, T), positions in the rows
+    position_ids: torch.Tensor    # (1 or B, T), positions in the documents
     document_starts: torch.Tensor | None  # (B, T), where each token's document starts; None: at 0
     ropes: dict                   # rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
     masks: dict                   # mask_kind -> Mask, or None
     cache: 'Cache | None'
     lengths: torch.Tensor | None  # (B,), new tokens of each row, without padding; None: all T
     base: int                     # cache entry of the current block's first mixer
-    eager: bool                   # attention is computed by eager_attention, not by a kernel
+    eager: bool                   # whether to use eager_attention
     dtype: torch.dtype            # of matmuls
     weights: list | None          # collects attention weights, (B, H, T, S)
     routing: list | None          # collects (layer, balance, z, load) of experts
-    handed: dict                  # layer -> what it has handed on
+    handed: dict                  # layer -> value of hand_on
 
     def __init__(self, **values):
-        vars(self).update(values, handed={})  # not a dataclass: FSDP would give each block its own copy
+        vars(self).update(values, handed={})  # FSDP would copy a dataclass for each block
 
     def hand_on(self, layer, value):
         """Gives later layers `value`, a tensor or a tuple of tensors, as handed[layer]. Keys and values must
-        be what cache.append returned; layers that attend to them need the same window and slots = None. If
-        `value` has only the new tokens, later layers must cache what they need of it."""
+        be what cache.append returned; layers that attend to them need the same window and slots = None."""
         self.handed[layer] = value
 
     def is_token(self):
@@ -665,7 +648,6 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
     T = idx.shape[1]
     config = model.config
     device = idx.device
-    # counted from 0, or from the number of cached tokens in each row
     positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
     # in training on a CPU, eager_attention is 1.5 to 3 times as fast as SDPA
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
@@ -688,7 +670,7 @@ def find_starts(context, document_token):
     positions = context.positions
     cache = context.cache
     starts_here = context.idx == document_token
-    if context.lengths is not None:  # padding starts no document
+    if context.lengths is not None:
         starts_here = starts_here & context.is_token()
     start = torch.where(starts_here, positions, 0).cummax(dim=1).values
     if cache is not None:
@@ -699,9 +681,9 @@ def find_starts(context, document_token):
 
 
 def make_schedule(model, order):
-    """order: block numbers in the order of computation; one may occur twice. Returns (block, cache entry of
-    its first mixer) for each, and the mixer of each cache entry; mixers outside the blocks come last. Sets
-    the `place` of each mixer."""
+    """order: block numbers in the order of computation; a block may occur twice. Returns a list of (block,
+    cache entry of its first mixer), and the mixer of each cache entry. Sets `place`, a mixer's number in its
+    block."""
     schedule = []
     mixers = []
 
@@ -724,19 +706,16 @@ def make_schedule(model, order):
 
 class Cache:
     """What layers keep of the tokens so far. For each of model.mixers, `slots` has a list of tensors
-    (B, heads, number of slots + 1, width), its KV cache, and `states` a list of tensors (B, ...). A token's
-    slot is its position. A rolling KV cache holds only a window; there it is the position modulo the number
-    of slots:
+    (B, heads, number of slots + 1, width), its KV cache, and `states` has a list of tensors (B, ...). A
+    token's slot is its position; in a rolling KV cache, it is the position modulo the number of slots:
 
         max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
         slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
         row 0  a  b  c  .  .  . |              row 0  e  f  c  d |
         row 1  a  b  c  d  e  . |
 
-    The last slot is for padding; nothing reads it. `length` (B,) counts the tokens of each row; `longest` is
-    the maximum, as an int, and `same_length` is True if all rows have it.
-
-    If `static`, one compiled step serves every position: it changes only tensors, attends to all slots and
+    The last slot is for padding. `length` (B,) counts the tokens of each row; `longest` is
+    its maximum, as an int. If `static`, one compiled step serves every position: it attends to all slots and
     masks the empty ones. `longest` is then max_len, and the caller makes sure that the tokens fit."""
 
     def __init__(self, model, batch_size, max_len, static, rolling):
@@ -750,7 +729,7 @@ class Cache:
         self.longest, self.same_length = (max_len, False) if static else (0, True)
         zeros = functools.partial(torch.zeros, device=model.wte.weight.device)
         self.length = zeros(batch_size, dtype=torch.long)
-        # where each position's document starts; the last column is for padding
+        # the start of each position's document; the last column is for padding
         self.starts = zeros(batch_size, (max_len + 1) * (config.document_token is not None), dtype=torch.long)
         self.slots = [[zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, dtype=dtype)
                        for heads, width in mixer.slots or ()] for mixer in model.mixers]
@@ -762,7 +741,6 @@ class Cache:
                                  "states, so that nothing of it can be cached: see ForwardContext")
 
     def n_slots(self, window):
-        """The number of tokens that a layer with this window keeps."""
         return min(window, self.max_len) if self.rolling and window else self.max_len
 
     def append(self, mixer, context, *new):
@@ -771,19 +749,18 @@ class Cache:
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
         seen = None
-        if T > 1 and n_slots < self.max_len:  # the first sees tokens that the last overwrites
+        if T > 1 and n_slots < self.max_len:  # the last new tokens overwrite what the first see
             seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
                     for old, add in zip(slots, new)]
         self.write(slots, new, context)
         return seen or [old[:, :, :min(self.longest + T, n_slots)] for old in slots]
 
     def write(self, slots, new, context):
-        """Copies the new tensors into their slots."""
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
         start = self.longest % n_slots
         if self.same_length and context.lengths is None and start + T <= n_slots:
-            for old, add in zip(slots, new):  # adjacent slots: an eager step is 10% faster
+            for old, add in zip(slots, new):  # adjacent slots, which is faster
                 old[:, :, start:start + T] = add
             return
         column = torch.arange(T, device=self.length.device)
@@ -819,7 +796,6 @@ class Cache:
         return start + torch.arange(T, device=self.length.device)[None]
 
     def advance(self, T, lengths):
-        """Counts the tokens that the layers have appended."""
         self.length += T if lengths is None else lengths
         if lengths is not None:
             self._recount()
@@ -837,7 +813,6 @@ class Cache:
         self._recount()
 
     def reset(self):
-        """Empties all rows."""
         for tensor in [self.length, *itertools.chain(*self.states)]:
             tensor.zero_()
         self._recount()
@@ -851,7 +826,7 @@ class Cache:
         self._recount()
 
     def put(self, rows, other):
-        """Replaces these rows by those of another cache with as many slots."""
+        """Replaces these rows by the rows of another cache of the same size."""
         for tensor, new in zip(self.tensors(), other.tensors()):
             tensor[rows] = new
         self._recount()
@@ -862,7 +837,7 @@ class Cache:
             self.same_length = int(self.length.min()) == self.longest
 
     def tensors(self):
-        """All tensors that a step changes, for CUDA graphs."""
+        """All tensors that a step changes"""
         return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
 
 
@@ -881,14 +856,13 @@ def last_tokens(x, keep, lengths):
 @dataclasses.dataclass
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
-    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; -inf hides; None: 0
-    is_causal: bool               # the keys are of the queries' tokens; later ones are hidden
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0
+    is_causal: bool               # queries and keys have the same tokens; later keys are hidden
     window: int | None            # the most keys that a query sees; None: all
-    flex: tuple | None = None     # the same for flex_attention: see flex_mask
+    flex: tuple | None = None     # what flex_mask returns
 
     def add(self, bias):
-        """For a mixer that hides more keys or has a bias: a Mask with this bias (1 or B, 1 or H, T, S) added.
-        -inf hides a key; each query must see one."""
+        """This Mask with a bias (1 or B, 1 or H, T, S) added. -inf hides a key; each query must see one."""
         if self.bias is not None:
             bias = bias + self.bias
         elif self.is_causal:  # a kernel with a bias does not hide later keys
@@ -903,22 +877,22 @@ def visible(q_pos, k_pos, first):
 
 
 def make_mask(model, context, window, has_alibi, reach):
-    """The Mask of a mask_kind. window: tokens that the layers' cache keeps, None: all. reach: their letter
-    in window_pattern. In G layers, window is None, and a token sees config.window tokens and global ones."""
+    """The Mask of a mask_kind. window: tokens that the layers' cache keeps. reach: their letter in
+    window_pattern."""
     config = model.config
     positions = context.positions
     cache = context.cache
-    is_causal = cache is None or cache.longest == 0  # the only keys are those of the new tokens
-    span = config.window if reach == 'G' else window  # tokens that a token sees, itself included
+    is_causal = cache is None or cache.longest == 0
+    span = config.window if reach == 'G' else window
     if not has_alibi and context.document_starts is None and needs_no_mask(context, is_causal, span, reach):
         return Mask(None, is_causal, None)
 
     k_pos = positions if cache is None else cache.key_positions(window, positions)
     begin = torch.zeros_like(positions) if context.document_starts is None else context.document_starts
-    # how far back a token sees: C, to the start of its chunk
+    # how far a token sees back
     back = context.position_ids % window if reach == 'C' else (span or config.block_size) - 1
     first = (positions - back).clamp(min=begin)
-    if cache is not None:  # padding beyond the cache sees the last slot; without a key it would be NaN
+    if cache is not None:  # without a key, padding would become NaN
         first = first.clamp(max=cache.max_len - 1)
     seen = visible(positions, k_pos, first)
     if reach == 'G':
@@ -935,7 +909,7 @@ def make_mask(model, context, window, has_alibi, reach):
 
 
 def needs_no_mask(context, is_causal, span, reach):
-    """Whether each token sees all keys, or all up to itself, for which SDPA has is_causal."""
+    """Whether each token sees all keys, or all up to itself."""
     cache = context.cache
     T = context.positions.shape[1]
     sees_all = span is None or (0 if cache is None else cache.longest) + T <= span
@@ -953,10 +927,10 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
     K, S = k.shape[1:3]
     bias = mask.bias
     group = H // K
-    # eager_attention skips blocks outside a window, SDPA does not
+    # eager_attention skips blocks outside a window
     if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
-    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it rejects narrower heads
+    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it requires this width
         from torch.nn.attention.flex_attention import flex_attention
         return flex_attention(q, k, v, *mask.flex, scale, enable_gqa=group > 1)
     is_causal = bias is None and mask.is_causal and T > 1
@@ -978,7 +952,7 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
 
 
 BLOCK = 128       # queries per step of eager_attention
-FEW_QUERIES = 16  # per key head, as in decoding; SDPA's kernels are made for long sequences
+FEW_QUERIES = 16  # per key head, as in decoding
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -987,9 +961,9 @@ def sdpa_plan(device, dtype, fits_flash, is_causal):
     Returns
 
     - how a group of query heads shares a key head. 'rows': the heads become rows of one product. 'repeat':
-      each gets a copy of the keys. 'gqa': the kernel does it; on CUDA, only flash attention and cuDNN can
-    - whether to allow cuDNN: it is the fastest in training, but plans for each new shape, which takes tenths
-      of a second, and was wrong with masks (pytorch issues 196678, 193893)"""
+      each head gets a copy of the keys. 'gqa': the kernel shares them
+    - whether to allow cuDNN. It is the fastest in training, but it plans slowly for each new shape, and its
+      results with masks were wrong (pytorch issues 196678, 193893)"""
     use_cudnn = device != 'cuda' or is_causal and torch.is_grad_enabled()
     if not is_causal:
         return 'rows', use_cudnn
@@ -999,15 +973,15 @@ def sdpa_plan(device, dtype, fits_flash, is_causal):
 
 
 def use_flex(model, context):
-    """Whether to use flex_attention, which skips hidden keys. It must be compiled and has no dropout."""
+    """flex_attention must be compiled and has no dropout."""
     return (context.idx.is_cuda and context.dtype is torch.bfloat16 and context.idx.shape[1] >= 128
             and context.cache is None and not context.eager and torch.compiler.is_compiling()
             and not (model.training and model.config.dropout))
 
 
 def flex_mask(first, slopes):
-    """flex_attention's (score function or None, block mask) for queries that see keys from first (1 or B, T)
-    on. slopes (H,): ALiBi's, or None."""
+    """(score function or None, block mask) for flex_attention. Queries see keys from first (1 or B, T) on.
+    slopes: (H,), for ALiBi."""
     from torch.nn.attention.flex_attention import create_block_mask
     rows, T = first.shape
     device = first.device
@@ -1023,12 +997,11 @@ def flex_mask(first, slopes):
 
 
 def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=None, few=False):
-    """attend in plain torch, in blocks of queries, without keys that are hidden from a whole block. It is for
+    """attend in plain torch, in blocks of queries. It is for
 
-    - softcap, sink and returned weights, which no kernel has
+    - softcap, sink and returned weights, which no kernel supports
     - training and windows on CPUs, where it is up to twice as fast as SDPA
-    - `few` queries in a compiled step, by sums that compile to two loops: on a CPU SDPA takes ten times as
-      long, and CUDA's kernels with a bias use one multiprocessor per head"""
+    - `few` queries in a compiled step, where it is faster than SDPA"""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     q = q * scale
@@ -1040,7 +1013,7 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
         last = end if mask.is_causal else S
         keys = k[:, :, first:last]
         values = v[:, :, first:last]
-        # a group's query heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, s)
+        # (B, K, H / K t, D) @ (B, K, D, s)
         rows = q[:, :, start:end].reshape(B, K, -1, D)
         score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
         score = score.view(B, H, -1, last - first)
@@ -1060,7 +1033,7 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
 
 
 def aligned_linear(x, w, bias):
-    """x @ w^T + bias, with rows of w padded to a multiple of 64: GPUs are slow at unaligned results."""
+    """x @ w^T + bias, with w padded to a multiple of 64 rows, which is faster on GPUs."""
     y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
     return y if bias is None else y + bias
 
@@ -1069,13 +1042,12 @@ MOST_LOGITS = 2**31 - 1  # per call: CUDA's kernel counts them in 32 bits (pytor
 
 
 def cross_entropy(logits, targets):
-    """Mean cross entropy, 0-d, of logits (B, T, vocab_size) over targets (B, T) that are not negative; 0 if
-    there are none."""
+    """Mean cross entropy, 0-d, of logits (B, T, vocab_size) over targets (B, T) that are not negative."""
     logits = logits.flatten(0, 1)
     targets = targets.flatten().clamp(min=-1)
     rows = MOST_LOGITS // logits.shape[-1]
     parts = [(logits, targets)]
-    if rows < len(targets):  # only then, because the gradient of split is a copy
+    if rows < len(targets):  # the gradient of split is a copy
         parts = zip(logits.split(rows), targets.split(rows))
     loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
     return loss / (targets >= 0).sum().clamp(min=1)
@@ -1090,7 +1062,7 @@ def gated(act):
 
 gelu_tanh = functools.partial(F.gelu, approximate='tanh')
 ACTIVATIONS = {
-    # name: (function, or class of a module made with the config; whether its arguments are gate and up)
+    # name: (function, or class of a module; whether its arguments are gate and up)
     'swiglu': gated(F.silu),
     'geglu': gated(F.gelu),
     'geglu_tanh': gated(gelu_tanh),  # Gemma
@@ -1113,7 +1085,7 @@ def activation(config):
 # rotary scalings, positions ---------------------------------------------------------------------------------
 
 def yarn_mscale(factor, weight):
-    """How much YaRN sharpens attention in a context that is factor times longer."""
+    """YaRN's scale of attention for a context that is factor times longer."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -1123,7 +1095,7 @@ def linear(freq, base, length, *, factor):
 
 
 def ntk(freq, base, length, *, factor):
-    """Divides the lowest frequency by factor and keeps the highest, by a larger base (bloc97)."""
+    """Enlarges the base, so that only the lowest frequency is divided by factor (bloc97)."""
     pairs = len(freq)
     return freq * factor ** (-torch.arange(pairs, device=freq.device) / max(1, pairs - 1)), 1.0
 
@@ -1136,8 +1108,8 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
-    """Keeps the frequency of pairs that rotate more than beta_fast times in the original context, divides it
-    for less than beta_slow times, and interpolates between: arXiv:2309.00071, section 3.2."""
+    """Keeps frequencies that rotate more than beta_fast times in the original context, divides those that
+    rotate less than beta_slow times, and interpolates between (arXiv:2309.00071, section 3.2)."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
                  for times in (beta_fast, beta_slow))  # pairs that rotate this many times
@@ -1167,20 +1139,20 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
     factors = long_factor if length > original_max_position_embeddings else short_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
-    # filled on the device, because a list would be copied there in each step
+    # a list would be copied to the device in each step
     return freq / torch.stack([freq.new_full((), one) for one in factors]), attention_factor
 
 
 def proportional(freq, base, length, *, partial_rotary_factor, factor=1.0):
-    """As linear, but only the fastest pairs, this share of all, rotate: LFM3, Gemma 4."""
+    """As linear, but only this share of the pairs rotates, the fastest (LFM3, Gemma 4)."""
     freq = freq / factor
     freq[int(partial_rotary_factor * len(freq)):] = 0
     return freq, 1.0
 
 
 ROPE_SCALINGS = {
-    # rope_type: function of frequencies, base, length (block_size, so that rotations do not depend on the
-    #            batch) and the other items of rope_scaling -> frequencies, factor on cos and sin
+    # rope_type: function of frequencies, base, block_size and the other items of rope_scaling
+    #            -> frequencies, factor on cos and sin
     'linear': linear,
     'ntk': ntk,
     'dynamic': dynamic,
@@ -1192,7 +1164,7 @@ ROPE_SCALINGS = {
 
 
 def complete_scaling(scaling, length):
-    """rope_scaling, or None, with the length of training, if the scaling needs it."""
+    """rope_scaling with the length of training, if the scaling needs it."""
     name = 'original_max_position_embeddings'
     function = ROPE_SCALINGS.get(scaling.get('rope_type')) if scaling else None
     if function and name in inspect.signature(function).parameters:
@@ -1208,8 +1180,8 @@ def sinusoid(position_ids, width):
 
 
 def scale_queries(mixer, q, context):
-    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)), with items of query_scale.
-    Ministral 3; Llama 4 has start=1, and layers='N', those without positions (after arXiv:2501.19399)."""
+    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)), with items of query_scale
+    (Ministral 3, after arXiv:2501.19399). Llama 4 has start=1 and layers='N'."""
     options = {'start': 0, 'layers': 'PN'} | mixer.config.query_scale
     if letter(mixer.config.pos_pattern, mixer.layer) not in options['layers']:
         return q
@@ -1218,8 +1190,8 @@ def scale_queries(mixer, q, context):
 
 
 def alibi_slopes(n_head, device=None):
-    """(H,): 2^(-8i/n) for n heads, a power of two; otherwise the slopes of the next smaller power, then every
-    second slope of twice that power (arXiv:2108.12409)."""
+    """(H,): 2^(-8i/n) if the number of heads n is a power of two; otherwise the slopes of the next smaller
+    power, then every second slope of twice that power (arXiv:2108.12409)."""
     n = 2 ** int(math.log2(n_head))
     i = torch.arange(1, n_head + 1, device=device)
     return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
@@ -1234,7 +1206,7 @@ def further_layer(name, *args):
 
 
 def make_mixer(config, layer):
-    """The layer's mixer. Attention with options is VariantAttention: derive from that if yours has them."""
+    """The mixer of a layer."""
     layer_config = config.at(layer)
     kind = MIXERS[config.mixer_of(layer)]
     if kind is Attention and (layer_config.attn_gate or layer_config.clip_qkv or layer_config.k_eq_v
@@ -1244,7 +1216,7 @@ def make_mixer(config, layer):
 
 
 def make_mlp(config, layer):
-    """The layer's MLP, its experts, or None."""
+    """The MLP of a layer, its experts, or None."""
     kind = config.mlp_of(layer)
     if kind == 'E':
         from experts import MoE
@@ -1253,7 +1225,7 @@ def make_mlp(config, layer):
 
 
 def make_block(config, layer):
-    """A Block, or if it has options a VariantBlock."""
+    """A Block, or a VariantBlock if it has options."""
     is_plain = (config.norm_placement == 'pre' and config.residual_scale == 1 and not config.layer_scalar
                 and config.mlp_of(layer) != 'N')
     return (Block if is_plain else VariantBlock)(config, layer)
@@ -1272,9 +1244,9 @@ class VariantBlock(Block):
         self.norms = [f'ln_{i + 1}' for i in range(placement.n_norm)]
         self.ln_1 = Norm(config.n_embd, config)
         self.attn = make_mixer(config, layer)
-        for name in self.norms[1:]:  # before the MLP: older checkpoints need this order
+        for name in self.norms[1:]:  # older checkpoints need this order
             setattr(self, name, Norm(config.n_embd, config))
-        if kind == 'E' and config.expert_norms:  # MoE has its own norms
+        if kind == 'E' and config.expert_norms:
             self.ln_3 = nn.Identity()
         self.mlp = make_mlp(config, layer)
         self.p = config.dropout
@@ -1334,9 +1306,9 @@ def mixer_only(x, attn, mlp, ln_1):
 
 class Placement(typing.NamedTuple):
     """Where a block has its norms."""
-    compute: typing.Callable  # (x, attn, mlp, *norms) -> x, each a function of x
-    n_norm: int               # how many norms
-    ends_branch: bool         # whether a norm follows attn and mlp, before the sum
+    compute: typing.Callable  # function of x, attn, mlp and the norms
+    n_norm: int               # number of norms
+    ends_branch: bool         # whether a norm follows attn and mlp
 
 
 NORM_PLACEMENTS = {
@@ -1352,13 +1324,13 @@ NORM_PLACEMENTS = {
 # IV. validation, accounting =================================================================================
 
 def complete(config):
-    """Replaces each None by its default. Raises ValueError for a config that cannot be computed."""
+    """Fills in the defaults. Raises ValueError for a config that cannot be computed."""
     config.n_expert = config.n_expert or None  # flags cannot be None: --n_expert=0
     config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
     if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
         import mixers  # noqa: F401 (enters its letters and activations)
     problems = list(wrong_values(config))
-    if not problems:  # combinations need valid fields
+    if not problems:
         fill_defaults(config)
         problems = list(impossible(config))
     if problems:
@@ -1394,7 +1366,7 @@ def round_up(n, multiple=64):
 
 
 def choices(kind):
-    """The values in a field's annotation, a table, Literal or bool; else []."""
+    """The values that a field's annotation lists."""
     if isinstance(kind, str):
         return [*globals()[kind.partition(' |')[0]]]
     if typing.get_origin(kind) is Literal:
@@ -1403,7 +1375,7 @@ def choices(kind):
 
 
 def wrong_values(config):
-    """Unknown values and numbers out of range: pairs (field, problem)."""
+    """Pairs (field, problem)."""
     for name, field in config.__dataclass_fields__.items():
         value = getattr(config, name)
         known = choices(field.type)
@@ -1448,8 +1420,8 @@ def impossible(config):  # noqa: C901
 
 
 def changed(config, **changes):
-    """A trained model's config with other fields; its training length stays. Raises ValueError if block_size
-    exceeds the learned positions."""
+    """A trained model's config with other fields; the length of training stays. Raises ValueError if
+    block_size exceeds the learned positions."""
     if config.pos == 'learned' and changes.get('block_size', 0) > config.block_size:
         raise ValueError(f"block_size={changes['block_size']} is more than the {config.block_size} positions "
                          "that the model has learned")
@@ -1460,17 +1432,17 @@ def changed(config, **changes):
 
 
 def try_tokens(model):
-    """Computes the loss of two tokens. Raises ArithmeticError if it is not finite, or what torch does."""
+    """Raises ArithmeticError if the loss of two tokens is not finite."""
     idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.wte.weight.device)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # as in training
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         loss, _ = model(idx, idx)
     if not loss.isfinite():
         raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
 
 
 def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for a parameter without a tag, a false 'matrix', or a
-    buffer that is not saved."""
+    """Name -> Tag of every parameter. Raises ValueError for a missing tag, a false 'matrix', or a buffer that
+    is not saved."""
     tags = {}
     for name, w in model.named_parameters():
         found = tags[name] = getattr(w, 'tag', None)
@@ -1488,12 +1460,12 @@ def collect_tags(model):
 
 # accounting -------------------------------------------------------------------------------------------------
 
-LOOKUP_GROUPS = {'embedding', 'bigram'}  # groups of tables: a token reads one row, which costs no FLOPs
+LOOKUP_GROUPS = {'embedding', 'bigram'}  # a token reads one row, which costs no FLOPs
 
 
 def account(model):
     """Name of each parameter -> (elements, elements that a token uses, training FLOPs per token). 'head' (if
-    tied), 'mtp' and 'mixing' (products without weights, at a length of block_size) have FLOPs only."""
+    tied), 'mtp' and 'mixing' (products without weights) have only FLOPs."""
     length = model.config.block_size
     rows = {name: cost(model, name, w) for name, w in model.named_parameters()}
     head = next((model.lm_head or model.wte).parameters())
@@ -1505,8 +1477,8 @@ def account(model):
 
 
 def cost(model, name, w):
-    """The row of a parameter w in account. A weight in a matmul costs 6 FLOPs, forward and backward, or 4 if
-    frozen, each time that its block computes; a table costs none."""
+    """The row of a parameter w in account. A weight in a matmul costs 6 FLOPs, or 4 if frozen, each time that
+    its block computes."""
     config = model.config
     active = w.numel()
     group = model.tags[name].group
@@ -1518,7 +1490,7 @@ def cost(model, name, w):
 
 
 def num_params(model, active=False):
-    """The number of parameters; active: only those that a token uses."""
+    """The number of parameters, or only of those that a token uses."""
     return sum(row[active] for row in account(model).values())
 
 
