@@ -131,7 +131,7 @@ class GPTConfig:
     expert_input_scale: bool = False  # weights multiply the experts' input (Llama 4)
     expert_norms: bool = False       # norms before router, around experts (Gemma 4)
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3)
-    norm_topk_prob: bool = True      # weights of the active experts sum to 1
+    norm_topk_prob: bool = True      # weights of the active experts sum to 1; use False for 1 expert
     routed_scaling_factor: float = 1.0  # factor on the weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use [if n_group]
@@ -609,7 +609,7 @@ class ForwardContext:
     window      how many tokens the slots hold; None: all
     can_slide   True if it can have a window: config.window_of(layer)
     documents   True if it keeps documents apart, by context.document_starts
-    flops       flops(length): training FLOPs per token at this length, without the products with weights
+    flops       flops(length): training FLOPs (3 x forward) per token, without products with weights
 
     Padding (see lengths) must not change a state. Make parameters by parameter(...) or tag(...), and call the
     last projection c_proj."""
@@ -633,7 +633,8 @@ class ForwardContext:
 
     def hand_on(self, layer, value):
         """Gives later layers `value`, a tensor or a tuple of tensors, as handed[layer]. Keys and values must
-        be what cache.append returned; layers that attend to them need the same window and slots = None."""
+        be what cache.append returned; layers that attend to them need the same window and slots = None. If
+        `value` has only the new tokens, later layers must cache it."""
         self.handed[layer] = value
 
     def is_token(self):

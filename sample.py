@@ -59,7 +59,7 @@ seed = 1337                 # seed of sampling
 quantize = ''               # int8 weights [in ('', 'int8')]
 speculate: int | None = None  # draft tokens per step
 # system
-device = 'auto'             # auto, cpu, cuda, cuda:1, mps
+device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # auto, float32, bfloat16, float16
 compile = False             # takes 1 to 2 minutes
 settings = configure(globals())

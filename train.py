@@ -106,7 +106,7 @@ lr_decay_iters: int | None = None    # end of the decay; None: max_iters [>= 1]
 min_lr: float | None = None          # value at the end; None: a tenth of the peak [<= learning_rate]
 # system
 backend = 'auto'                     # auto: nccl on CUDA, otherwise gloo [if TORCHRUN]
-device = 'auto'                      # auto, cpu, cuda, cuda:1, mps
+device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # auto, float32, bfloat16, float16
 compile: bool | str = 'auto'         # torch.compile; auto: if the run is long [in (True, False, 'auto')]
 shard = False                        # spread weights over the ranks (FSDP) [if TORCHRUN]
