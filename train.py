@@ -385,9 +385,10 @@ OPTIMIZERS = {  # name -> function of (model, settings) -> list of optimizers
 def make_optimizers(model, config):
     """Raises ValueError for unknown lr_scales, or unless each trained parameter has exactly one optimizer."""
     groups = {tag.group for tag in model.tags.values()}
-    if not config['lr_scales'].keys() <= groups:
-        raise ValueError(f"lr_scales={config['lr_scales']} must only name groups of this model's parameters: "
-                         f"{', '.join(sorted(groups))}")
+    scales = config['lr_scales']
+    if not (scales.keys() <= groups and all(type(x) in (int, float) and x > 0 for x in scales.values())):
+        raise ValueError(f"lr_scales={scales} must have a number above 0 for groups of this model's "
+                         f"parameters: {', '.join(sorted(groups))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     optimized = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     for name, w in model.named_parameters():
