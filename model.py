@@ -1406,6 +1406,8 @@ def impossible(config):  # noqa: C901
         yield 'pos', f"needs heads with an even number of rotating dimensions, not {min(widths)}"
     if config.document_token is not None and not all(mixer.documents for mixer in config.mixers):
         yield 'document_token mixer_pattern', 'do not fit: a mixer does not keep documents apart'
+    if {*config.mixer_pattern} != {*config.mixer_pattern[:config.n_layer]}:
+        yield 'mixer_pattern n_layer', 'do not fit: each letter needs a layer'
     if 'N' in config.expert_pattern and config.norm_placement != 'pre':
         yield 'norm_placement expert_pattern', "do not fit: layers without MLP (N) need norm_placement='pre'"
     kinds = {(layer.rope_scaling or {}).get('rope_type', 'linear') for layer in layers}
