@@ -835,6 +835,8 @@ if __name__ == '__main__':
     if init_from == 'auto':
         init_from = config['init_from'] = 'resume' if Path(out_dir, 'ckpt.pt').exists() else 'scratch'
     resumed = init_from == 'resume'
+    if not resumed and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0':
+        print0("warning: torchrun restarted this run from its beginning; use --init_from=auto to resume")
     if resumed:  # ignore the default file
         given = {name: label for name, label in given.items() if label != 'config/default.py'}
         model_args = {name: model_args[name] for name in model_args if name in given}
@@ -915,6 +917,8 @@ if __name__ == '__main__':
             print0(f"warning: {folder} has changed since the checkpoint was written")
             run.best_val_loss = math.inf  # the best loss was on other data
     first_it = run.iter_num
+    if all_reduce(torch.tensor(first_it), op=dist.ReduceOp.MAX) != first_it:
+        raise ValueError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")
     tokens = run.tokens_per_update
     epoch = train_bins.n_sequences(block_size) * block_size  # tokens
     for length, unit in (epochs, epoch), (tokens_per_param, n_params):

@@ -53,7 +53,7 @@ def test_the_core_works_in_an_empty_folder(tmp_path):
 
 def test_readme_lines_generate_from_python(base):
     readme = (ROOT / 'README.md').read_text(encoding='utf-8')
-    code = re.search(r'```python\n(.*?)```', readme, re.S)[1].replace("'def '", "'abc'")
+    code = re.search(r'```python\n(import.*?)```', readme, re.S)[1].replace("'def '", "'abc'")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(code, {})
@@ -185,6 +185,8 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
     (['--shard=True'], '--shard has no effect: it needs TORCHRUN'),
     (['--mlp=swish'], "mlp='swish' is not supported; choose one of swiglu"),
     (['--dataset=nowhere', '--lr_schedule=wds'], "lr_schedule='wds' is not supported"),
+    (["--lr_scales={'embedding': 0}"], 'must have a number above 0'),
+    (['--mixer_pattern=AAAD', '--n_layer=2'], 'each letter needs a layer'),
     (['--dropout=2'], 'dropout=2.0 is not supported: it must be < 1'),
     (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'too few experts'),
     (['--n_expert=4', '--expert_pattern='], "expert_pattern='' is not supported; choose one of E, D, N"),
