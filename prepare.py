@@ -20,7 +20,6 @@ import glob
 import gzip
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import platform
@@ -78,6 +77,7 @@ VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
 cleanup = contextlib.ExitStack()  # removes temporary files
+MAIN = os.getpid()  # the only process that may do so
 
 
 # files as documents -----------------------------------------------------------------------------------------
@@ -784,7 +784,7 @@ def stop(number, _):
     forever."""
     for other in signal.SIGINT, signal.SIGTERM:
         signal.signal(other, signal.SIG_IGN)
-    if multiprocessing.parent_process() is None:  # not in a worker
+    if os.getpid() == MAIN:  # not a worker that has just started
         cleanup.close()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
