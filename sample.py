@@ -330,12 +330,12 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
              cache=None, batch_size=None, drafter=None, **sampling):
     """Yields (Sample, token) for each token drawn, and (Sample, None) when a sample has ended.
 
-    prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when the
-    caller sets its n_left to 0. A long prompt is cropped to its end, a full context to its last half. cache:
-    one row with the first tokens of a single prompt. batch_size: rows of the cache; when a sample ends, the
-    next prompt gets its row (Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192) of one
-    sample at a time. sampling: options of sample_token. The model must be in eval mode. Raises ValueError for
-    NaN, and for a draft if a layer has a state."""
+    prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when
+    the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
+    half. cache: one row with the first tokens of a single prompt. batch_size: rows of the cache; when a
+    sample ends, the next prompt gets its row (Orca, OSDI 2022). drafter: for speculative decoding
+    (arXiv:2211.17192) of one sample at a time. sampling: options of sample_token. The model must be in
+    eval mode. Raises ValueError for NaN, and for a draft if a layer has a state."""
     device = model.wte.weight.device
     # MPS has returned ids out of range; CUDA has no deterministic cumsum
     on_host = device.type == 'mps' or torch.are_deterministic_algorithms_enabled()

@@ -444,7 +444,7 @@ def forward_recomputed(block, x, context):
 
 
 def is_sharded(w):
-    """Whether w is a DTensor, without its slow import."""
+    """Whether w is a DTensor; importing that class would be slow."""
     return hasattr(w, 'full_tensor')
 
 

@@ -142,7 +142,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):
         refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
-        # use the factors for short texts
+        # without another block_size, choose longrope's factors for short texts
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings']} | changes
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)

@@ -35,7 +35,7 @@ class JsonTokenizer(Tokenizer):
         """The ids of transformers' tokenizer(text), without an end of text. whole: start with bos."""
         library = self.unmarking if allow_special and MARK in text else self.library
         library.encode_special_tokens = not allow_special  # True: as ordinary text
-        # _fast skips the positions of tokens, which halves the time
+        # encode_batch_fast computes no positions, which halves the time
         encoding, = library.encode_batch_fast([without_surrogates(text)], add_special_tokens=False)
         ids = encoding.ids
         return ids if not whole or ids[:len(self.bos)] == self.bos else self.bos + ids
