@@ -37,13 +37,13 @@ from configurator import (
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-dataset = ''                      # gives a new model's vocabulary; eval: data to evaluate, '': the run's
+dataset = ''                      # sets a new model's vocabulary; for eval, the data to use; '': the run's
 json: bool | str = False          # True: print JSON too; or a file to append to
 device = 'auto'                   # as in train.py
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 # all but params [if command != 'params']
-batch_size: int | None = None     # sequences [>= 1]; None: train 12, decode 1, eval 256 MB of logits (CUDA
-                                  # 2 GB). Only train uses a config file's batch_size
+batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode, in eval as many as give
+                                  # 256 MB of logits (CUDA 2 GB). Only train uses a config file's batch_size
 # train and decode [if command in ('train', 'decode')]
 vs = ''                           # folder of nanoGPT, or transformers
 rounds = 5                        # how often each model is timed [>= 1]

@@ -261,7 +261,7 @@ def check_effects(settings, values, tables):
 
 @contextlib.contextmanager
 def reading(path):
-    """Raises ValueError that names the file if a library cannot read it."""
+    """Raises ValueError, naming the file, if a library cannot read it."""
     try:
         yield
     except Exception as error:
@@ -273,7 +273,7 @@ def reading(path):
 
 @contextlib.contextmanager
 def naming(fields):
-    """Raises ValueError that names these fields of GPTConfig if torch fails."""
+    """Raises ValueError, naming these fields of GPTConfig, if torch fails."""
     try:
         yield
     except (TypeError, LookupError, RuntimeError, ArithmeticError) as error:

@@ -109,7 +109,7 @@ class MoE(nn.Module):
         if self.config.expert_input_scale:
             each = each * weight.view(-1, 1).type_as(each)
             weight = torch.ones_like(weight)
-        # the gradient of indexing is slow or not deterministic
+        # index_select, because plain indexing has a slow or nondeterministic gradient
         y = self.experts(each.index_select(0, order), ends)
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)

@@ -745,12 +745,12 @@ class Cache:
         return min(window, self.max_len) if self.rolling and window else self.max_len
 
     def append(self, mixer, context, *new):
-        """Stores new tensors (B, heads, T, width) of a mixer; returns all to attend to, with S for T."""
+        """Stores new tensors (B, heads, T, width). Returns all that the mixer sees, (B, heads, S, width)."""
         slots = self.slots[mixer.entry(context)]
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
         seen = None
-        if T > 1 and n_slots < self.max_len:  # the last new tokens overwrite what the first see
+        if T > 1 and n_slots < self.max_len:  # the last new tokens would overwrite what the first see
             seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
                     for old, add in zip(slots, new)]
         self.write(slots, new, context)
@@ -780,7 +780,7 @@ class Cache:
         slot = torch.arange(n_slots, device=positions.device)[None]
         if n_slots == self.max_len:
             return slot[:, :self.longest + T]
-        last = positions[:, :1] - int(T > 1)  # several tokens come after the slots: see append
+        last = positions[:, :1] - int(T > 1)  # if T > 1, append returns the old slots, then the new tokens
         held = (last - (last - slot) % n_slots).clamp(min=-1)  # the latest position in each slot
         if T == 1:
             return held[:, :self.longest + 1]
@@ -843,7 +843,7 @@ class Cache:
 
 
 def last_tokens(x, keep, lengths):
-    """x (B, T, ...) -> (B, keep, ...): the last tokens of each row; None: all."""
+    """x (B, T, ...) -> (B, keep, ...): the last tokens of each row; all if keep is None."""
     if keep is None:
         return x
     if lengths is None:
@@ -1096,13 +1096,13 @@ def linear(freq, base, length, *, factor):
 
 
 def ntk(freq, base, length, *, factor):
-    """Enlarges the base, so that only the lowest frequency is divided by factor (bloc97)."""
+    """Enlarges the base, so that only the lowest frequency is divided by factor (by bloc97)."""
     pairs = len(freq)
     return freq * factor ** (-torch.arange(pairs, device=freq.device) / max(1, pairs - 1)), 1.0
 
 
 def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
-    """ntk with the factor that a context of this length needs (emozilla)."""
+    """ntk with the factor that a context of this length needs (by emozilla)."""
     needed = factor * length / original_max_position_embeddings - (factor - 1)
     return ntk(freq, base, length, factor=max(1.0, needed))
 

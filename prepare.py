@@ -309,8 +309,8 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about one to three names. Each name is in two questions, so that training has most
-    answers of validation."""
+    """Conversations about one to three names. Each name is in two questions, so that most answers
+    in validation also occur in training."""
     talks = []
     order = random.Random(0)
     for n, (name, wordings, doc, arguments) in enumerate(library_docs()):
@@ -647,8 +647,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_meta(folder):
-    """meta.json, nanoGPT's meta.pkl, or assumed values: vocab_size, dtype, eot, bytes_per_token, tokenizer
-    (its state; None: GPT-2's), block_size (of slots)..."""
+    """Reads meta.json or nanoGPT's meta.pkl, or assumes values. Returns a dict: vocab_size, dtype, eot,
+    bytes_per_token, tokenizer (its state; None: GPT-2's), block_size (of slots)..."""
     meta = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = Path(folder, 'meta.json')
     if path.exists():

@@ -160,8 +160,8 @@ def as_on_cuda(monkeypatch):
     kernel = F.scaled_dot_product_attention
 
     def memory_efficient(*args, enable_gqa, **options):  # stores its result as (B, queries, heads, D)
-        assert not enable_gqa  # does not support groups
-        assert not torch.backends.cuda.cudnn_sdp_enabled()  # only for training
+        assert not enable_gqa  # this kernel does not support groups
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # cuDNN is only for training
         return kernel(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', memory_efficient)
     monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *args: plan('cuda', *args))
@@ -236,7 +236,7 @@ def test_flex_attention_equals_eager_attention(options, monkeypatch):
     model = tiny(pos='alibi', head_dim=16, **options)
     biased = tiny(pos='none', mixer_pattern='X', head_dim=16, **options)
     idx = tokens(model, 2, 24)
-    expected = model(idx)  # by eager_attention, because of gradients
+    expected = model(idx)  # uses eager_attention, as gradients are on
     near(biased(idx), expected)
     with torch.no_grad():
         near(biased(idx), expected)

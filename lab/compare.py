@@ -78,7 +78,7 @@ class Variant:
     code: Path         # folder
     digest: str        # hash of the code, then the data's meta.json
     args: list         # without seed and out_dir
-    model: GPT | None  # without memory, if known
+    model: GPT | None  # on the meta device; None: code of a revision, or a loaded model
 
     def folder(self, seed):
         """The folder of the run with this seed."""
@@ -153,7 +153,7 @@ def make_variants(texts, base, place):
 
 
 def new_model(args):
-    """The new model of a command line of train.py, without memory, or None if it loads a model."""
+    """The new model of a train.py command line, on the meta device; None if the line loads a model."""
     with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
         config = settings.config

@@ -1051,7 +1051,7 @@ HARMLESS = '''
 # config.json ------------------------------------------------------------------------------------------------
 
 def config_from_hf(c):
-    """config.json -> GPTConfig. Raises ValueError that names everything unsupported."""
+    """config.json -> GPTConfig. Raises ValueError, naming everything unsupported."""
     c = text_config(c)
     c = c.get('attn_config', {}) | c  # MPT nests these fields
     family = family_of(c.get('model_type'))
@@ -1247,7 +1247,7 @@ def write_config(config, kind):
 
 
 def config_to_hf(config, kinds=SHAPES):
-    """GPTConfig -> config.json of the first family that computes the same. Raises ValueError that names what
+    """GPTConfig -> config.json of the first family that computes the same. Raises ValueError, naming what
     the nearest family lacks."""
     ours = canonical(config)
     nearest = []

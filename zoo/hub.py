@@ -90,7 +90,7 @@ IGNORED = ['*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.indexer
 
 
 def check(parts, stored, model, family, folder):
-    """Raises ValueError that names all missing, unexpected or differently shaped tensors."""
+    """Raises ValueError, naming all missing, unexpected or differently shaped tensors."""
     # a tied head, and layers for multi-token prediction
     ignored = [*IGNORED, f"{family.names['lm_head']}.weight", f'layers.{model.config.n_layer}.*']
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
