@@ -34,6 +34,7 @@ from configurator import (
     plain,
     resolve_compile,
     runtime,
+    use_parts,
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
@@ -63,7 +64,7 @@ lengths: list | None = None       # contexts to evaluate, as multiples of the tr
 # params [if command == 'params']
 contexts: list | None = None      # lengths of prompts, in tokens
 settings = configure(globals(), 'GPTConfig', words=1 + ('eval' in sys.argv), default_file='config/default.py')
-config, model_args, words, given, _ = settings
+config, model_args, words, given, *_ = settings
 
 import numpy as np
 import torch
@@ -576,6 +577,7 @@ def evaluate_text(name, documents, n_bytes, base, lengths, sums):
 COMMANDS = {'train': measure_train, 'decode': measure_decode, 'params': measure_params, 'eval': measure_eval}
 
 if __name__ == '__main__':
+    use_parts(settings, vars(train))
     command, *more = words or ['']
     if command not in COMMANDS:
         raise ValueError(f"{command!r} is not a command: choose one of {', '.join(COMMANDS)}, as in "

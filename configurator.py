@@ -14,7 +14,8 @@ Its type is its annotation, or the type of its default. Brackets in its remark a
     [fixed]         a resumed run cannot change the setting
     [changeable]    a checkpoint can be loaded with another value of the field
     [random]        the field makes training random; lab/check.py switches it off
-Settings are read from the source, because imports are slow.
+Settings are read from the source, because imports are slow. A config file may also define functions, classes
+and tables (dicts in upper case) of the script: see use_parts.
 """
 import ast
 import builtins
@@ -28,7 +29,6 @@ import functools
 import importlib
 import os
 import re
-import runpy
 import sys
 import textwrap
 import traceback
@@ -140,17 +140,17 @@ def read_flag(flag, known):
 
 
 def run_file(name, values):
-    """Runs a config file, which can read `values`. Returns the settings and other plain values that it
-    assigns."""
+    """Runs a config file, which can read `values`. Returns all that it assigns."""
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
         raise ValueError(f"there is no config file {name}: neither here nor in {ROOT}")
     sys.path.append(str(path.resolve().parent))  # for imports of files next to it
+    name = f'config_{path.stem}'
+    module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks it up
     # values are builtins, so that the result does not contain them
-    assigned = runpy.run_path(str(path), {'__builtins__': vars(builtins) | values})
-    plain = bool, int, float, str, tuple, list, dict, type(None)
-    return {key: value for key, value in assigned.items() if key in values or (
-        key.islower() and not key.startswith('_') and type(value) in plain)}
+    vars(module).update(__file__=str(path), __builtins__=vars(builtins) | values)
+    exec(compile(path.read_text('utf-8'), path, 'exec'), vars(module))
+    return vars(module)
 
 
 def settings_of_scripts():
@@ -170,7 +170,8 @@ def show(label, values):
 # words       plain words of the command line
 # given       name -> 'flags' or a config file, in order
 # known       name -> Setting
-Configured = collections.namedtuple('Configured', 'config model_args words given known')
+# parts       name -> function, class or table of a config file
+Configured = collections.namedtuple('Configured', 'config model_args words given known parts')
 
 
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, tunes=False, texts=False):
@@ -204,6 +205,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         args.insert(0, default_file)
     values = {name: setting.default for name, setting in known.items()}
     given = {}
+    parts = {}
+    plain_types = bool, int, float, str, tuple, list, dict, type(None)
     for arg in args:
         if arg.startswith('-'):
             label = 'flags'
@@ -212,8 +215,12 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
             label = arg
             usable = known if arg != default_file or start in ('scratch', 'auto') else own
             others = settings_of_scripts() - usable.keys()
+            found = run_file(arg, values)
+            parts |= {name: value for name, value in found.items() if isinstance(value, dict) and name.isupper()
+                      or getattr(value, '__module__', None) == found['__name__']}
             assigned = {name: checked(arg, name, value, usable)
-                        for name, value in run_file(arg, values).items() if name not in others}
+                        for name, value in found.items() if name not in others and (name in values or (
+                            name.islower() and name[0] != '_' and type(value) in plain_types))}
             show(arg, assigned)
         values |= assigned
         for name in assigned:
@@ -223,7 +230,19 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         show('flags', flags)
     config = {name: values[name] for name in own}
     settings.update(config)
-    return Configured(config, {name: values[name] for name in given if name not in own}, plain, given, known)
+    model_args = {name: values[name] for name in given if name not in own}
+    return Configured(config, model_args, plain, given, known, parts)
+
+
+def use_parts(settings, script):
+    """Extends the script's tables by those of config files, and replaces its functions and classes by those
+    with the same name. script: its globals()."""
+    for name in settings.parts.keys() & script.keys():
+        if isinstance(script[name], dict):
+            script[name] |= settings.parts[name]
+        else:
+            print0(f"a config file replaces {name}")
+            script[name] = settings.parts[name]
 
 
 def unmet(rules, tables, values):

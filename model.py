@@ -407,15 +407,17 @@ class Attention(BaseAttention):
         keys = config.n_kv_head * config.head_dim
         return (config.n_head * config.head_dim, keys, keys), 'q k v'
 
-    def forward(self, x, context):
+    def qkv(self, x, context):
         D = self.head_widths[0]
         q, k, v = self.c_attn(x)
         q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)
         k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
         q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))     # (B, H or K, T, D)
         rope = context.ropes[self.rope_kind]
-        q = rotate(q, rope)
-        k = rotate(k, rope)
+        return rotate(q, rope), rotate(k, rope), v
+
+    def forward(self, x, context):
+        q, k, v = self.qkv(x, context)
         if context.cache is not None:  # k and v of all tokens so far, (B, K, S, D)
             k, v = context.cache.append(self, context, k, v)
         y = self.attend(q, k, v, context)                                           # (B, H, T, D)

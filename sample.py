@@ -27,6 +27,7 @@ from configurator import (
     marked,
     reading,
     runtime,
+    use_parts,
 )
 
 # model
@@ -594,6 +595,7 @@ def read_prompts(start):
 
 
 if __name__ == '__main__':
+    use_parts(settings, globals())
     check_values(settings, config, globals())
     check_effects(settings, config, globals())
     prompts = [] if chat and start == '\n' else read_prompts(start)

@@ -51,6 +51,7 @@ from configurator import (
     resolve_compile,
     runtime,
     show,
+    use_parts,
 )
 
 # input and output
@@ -831,6 +832,7 @@ def shard_model(model, machine):
 if __name__ == '__main__':
     # settings, checkpoint
     model_args = settings.model_args
+    use_parts(settings, globals())
     check_values(settings, config | model_args, globals())
     if init_from == 'auto':
         init_from = config['init_from'] = 'resume' if Path(out_dir, 'ckpt.pt').exists() else 'scratch'

@@ -43,6 +43,7 @@ from configurator import (
     print0,
     read_flag,
     run_file,
+    use_parts,
 )
 
 variants: list | dict | None = None  # additions to the command line, or {name: addition}
@@ -157,6 +158,7 @@ def new_model(args):
     with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
         config = settings.config
+    use_parts(settings, vars(train))
     check_values(settings, config, vars(train))
     return named_model(config, settings.model_args, 'meta') if config['init_from'] == 'scratch' else None
 

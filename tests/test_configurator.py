@@ -63,7 +63,7 @@ compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list[str] | None = None
 settings = configure(globals(), 'GPTConfig', words=1, default_file='config/default.py', tunes=True)
-config, model_args, words, given, known = settings
+config, model_args, words, given, known, _ = settings
 not_a_setting = 3
 '''
 
@@ -205,7 +205,7 @@ def test_every_rule_of_ours_is_python():
         values = {name: setting.default for name, setting in known.items()} | {'mixer_pattern': 'A'}
         tables = {'OPTIMIZERS': {'adamw': 1}, 'SCHEDULES': {'cosine': 1}, 'TORCHRUN': False,
                   'SOURCES': prepare.SOURCES, 'train': train, 'command': 'train'}
-        settings = configurator.Configured({}, {}, [], known, known)
+        settings = configurator.Configured({}, {}, [], known, known, {})
         configurator.check_values(settings, values, tables)
         for rule in itertools.chain(*(setting.rules for setting in known.values())):
             assert re.match('fixed$|changeable$|random$|if |in |[<>=!]|att', rule)
