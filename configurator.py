@@ -216,7 +216,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
             usable = known if arg != default_file or start in ('scratch', 'auto') else own
             others = settings_of_scripts() - usable.keys()
             found = run_file(arg, values)
-            parts |= {name: value for name, value in found.items() if isinstance(value, dict) and name.isupper()
+            parts |= {name: value for name, value in found.items()
+                      if isinstance(value, dict) and name.isupper()
                       or getattr(value, '__module__', None) == found['__name__']}
             assigned = {name: checked(arg, name, value, usable)
                         for name, value in found.items() if name not in others and (name in values or (

@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import multiprocessing
 import re
 import runpy
 import shlex
@@ -65,7 +66,7 @@ import torch
 
 import train
 from bench import cache_per_token, named_model, print_json, print_table
-from model import GPT, LOOKUP_GROUPS, num_params
+from model import LOOKUP_GROUPS, num_params
 from prepare import Bins, data_folder, read_meta
 
 RUNS = 'out-compare'
@@ -79,13 +80,12 @@ class Variant:
     code: Path         # folder
     digest: str        # hash of the code, then the data's meta.json
     args: list         # without seed and out_dir
-    model: GPT | None  # on the meta device; None: code of a revision, or a loaded model
+    files: dict        # config file in args -> its text, and those of modules that it imports
+    sizes: dict | None  # from measured_line; None: code of a revision, or a loaded model
 
     def folder(self, seed):
         """The folder of the run with this seed."""
-        args = [[path.read_text('utf-8') for path in sorted(Path(arg).parent.glob('*.py'))
-                 if path.name == Path(arg).name or path.stem in sys.modules]  # and modules that it imports
-                if is_config(arg) else arg for arg in self.args]
+        args = [self.files.get(arg, arg) for arg in self.args]
         digest = hashlib.sha256(dumps([self.digest, args, seed]).encode()).hexdigest()
         return f'{RUNS}/{digest[:12]}'
 
@@ -109,7 +109,7 @@ def copy_code(revision, folder):
         revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
     git('archive', f'--output={folder}.zip', revision, '*.py')
     shutil.unpack_archive(f'{folder}.zip', folder)
-    others = {'config', 'docs', 'tests', 'test_model.py', 'bench.py', 'lab'}
+    others = {'config', 'docs', 'examples', 'tests', 'test_model.py', 'bench.py', 'lab'}
     return hashlib.sha256(b''.join(
         path.read_bytes() for path in sorted(folder.rglob('*.py'))
         if path.relative_to(folder).parts[0] not in others)).hexdigest()
@@ -121,13 +121,26 @@ def parse_variant(text):
     return revision or 'WORK', shlex.split(flags)
 
 
+def in_child(function, *args):
+    """Calls a function in a copy of this process, because config files may change our modules. Raises
+    ValueError."""
+    with multiprocessing.Pool(1) as pool:
+        try:
+            return pool.apply(function, args)
+        except (ValueError, OSError) as error:
+            raise ValueError(str(error)) from None
+
+
 def line_settings(args, code):
-    """Settings and model fields of a command line of train.py. code: its folder."""
+    """The dataset and init_from of a command line of train.py, and Variant.files. code: its folder."""
     known = declared(code / 'model.py') | declared(code / 'train.py')
     settings = {name: setting.default for name, setting in known.items()}
     for arg in args:
         settings |= run_file(arg, settings) if is_config(arg) else read_flag(arg, known)
-    return settings
+    files = {arg: [path.read_text('utf-8') for path in sorted(Path(arg).parent.glob('*.py'))
+                   if path.name == Path(arg).name or path.stem in sys.modules]
+             for arg in filter(is_config, args)}
+    return settings['dataset'], settings['init_from'], files
 
 
 def make_variants(texts, base, place):
@@ -143,35 +156,43 @@ def make_variants(texts, base, place):
         if is_bare:
             args = ['config/default.py', *args]
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
-        settings = line_settings(args, code)
-        if is_bare and settings['init_from'] != 'scratch':
+        dataset, init_from, files = in_child(line_settings, args, code)
+        if is_bare and init_from != 'scratch':
             del args[0]  # the checkpoint has them
-        folder = data_folder(settings['dataset'])
+        folder = data_folder(dataset)
         Bins(folder, 'train')
-        model = new_model(args) if revision == 'WORK' else None
-        variants.append(Variant(name, code, digest + dumps(read_meta(folder)), args, model))
+        sizes = in_child(measured_line, args) if revision == 'WORK' else None
+        variants.append(Variant(name, code, digest + dumps(read_meta(folder)), args, files, sizes))
     return variants
 
 
-def new_model(args):
-    """The new model of a train.py command line, on the meta device; None if the line loads a model."""
+def measured_line(args):
+    """Sizes of the new model of a train.py command line; None if the line loads a model."""
     with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
         config = settings.config
     use_parts(settings, vars(train))
     check_values(settings, config, vars(train))
-    return named_model(config, settings.model_args, 'meta') if config['init_from'] == 'scratch' else None
+    if config['init_from'] != 'scratch':
+        return None
+    model = named_model(config, settings.model_args, 'meta')
+    name = 'd_ff' if model.config.n_expert is None else 'd_expert'
+    return {'name': name, 'width': getattr(model.config, name), 'params': num_params(model),
+            'active': num_params(model, active=True),
+            'inner_params': sum(w.numel() for name, w in model.named_parameters()
+                                if model.tags[name].group not in LOOKUP_GROUPS),
+            'cache_bytes_per_token': cache_per_token(model, torch.bfloat16)}
 
 
-def match_size(variant, target, active):
-    """Sets d_ff or d_expert so that the variant has `target` (active) parameters within 1%. Raises ValueError
-    if no width fits."""
-    name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
-    was = getattr(variant.model.config, name)
+def match_size(variant, target, kind):
+    """Sets d_ff or d_expert so that the variant has `target` parameters within 1%. kind: 'params' or
+    'active', what to count. Raises ValueError if no width fits."""
+    name = variant.sizes['name']
+    was = variant.sizes['width']
 
     def excess(width):
-        variant.model = new_model([*variant.args, f'--{name}={width}'])
-        return num_params(variant.model, active) - target
+        variant.sizes = in_child(measured_line, [*variant.args, f'--{name}={width}'])
+        return variant.sizes[kind] - target
 
     slope = (excess(was + 64) - excess(was)) / 64 or math.inf
     exact = was - excess(was) / slope
@@ -292,7 +313,7 @@ def comparison(variants, runs, until, margin):
     alpha = 0.05 / max(1, len(variants) - 1) if until else None
     rows = []
     for variant in finished:
-        model = variant.model
+        sizes = variant.sizes or dict.fromkeys(('inner_params', 'cache_bytes_per_token'))
         of_variant = runs[variant.name]
         losses = [run['rows'][column][-1] for run in of_variant]
         # the first row is a warm-up
@@ -302,10 +323,9 @@ def comparison(variants, runs, until, margin):
                'loss': statistics.fmean(losses),
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
                'tokens': of_variant[0]['rows']['tokens'][-1],
-               'inner_params': model and sum(w.numel() for name, w in model.named_parameters()
-                                             if model.tags[name].group not in LOOKUP_GROUPS),
+               'inner_params': sizes['inner_params'],
                'ms': np.percentile(ms, [10, 50, 90]).tolist(),
-               'cache_bytes_per_token': model and cache_per_token(model, torch.bfloat16),
+               'cache_bytes_per_token': sizes['cache_bytes_per_token'],
                'peak_mb': None if None in peaks else statistics.median(peaks),
                'params': of_variant[0]['params']}
         if rows:
@@ -359,9 +379,8 @@ def compare(config, args, name=None):
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = make_variants(texts, args, Path(place))
         if match in ('params', 'active'):
-            target = num_params(variants[0].model, match == 'active')
             for variant in variants[1:]:
-                match_size(variant, target, match == 'active')
+                match_size(variant, variants[0].sizes[match], match)
         runs = run_all(variants, seeds, until, config['margin'])
         folders = {variant.name: [variant.folder(seed) for seed, _ in zip(seeds, runs[variant.name])]
                    for variant in variants}

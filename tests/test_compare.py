@@ -20,9 +20,18 @@ import torch
 from common import ROOT, TOY, log_rows, run, write_toy
 
 import train as flat_train
+from configurator import configure
 from lab import compare as flat_compare
-from lab.compare import Variant, lasting, make_variants, match_size, new_model, paired_difference
-from model import num_params
+from lab.compare import (
+    Variant,
+    in_child,
+    lasting,
+    make_variants,
+    match_size,
+    measured_line,
+    paired_difference,
+)
+from model import GPT, GPTConfig
 
 
 @pytest.fixture
@@ -94,7 +103,7 @@ def test_which_runs_are_continued(folder, monkeypatch):
     monkeypatch.setattr(subprocess, 'Popen', lambda command, **_: commands.append(command[2:-1]) or 1 / 0)
     for args, status, more in ([*TOY, '--time_limit=1e-9'], 'time_limit', []), (
             TOY, 'done', ['--init_from=resume']):
-        variant = Variant('x', ROOT, '', args, None)
+        variant = Variant('x', ROOT, '', args, {}, None)
         out_dir = variant.folder(1)
         run('train.py', *variant.args, f'--out_dir={out_dir}')
         found = flat_compare.read_run(out_dir)
@@ -106,13 +115,17 @@ def test_which_runs_are_continued(folder, monkeypatch):
         assert commands.pop() == [*args, '--seed=1', *more]
 
 
+def no_sizes(args):
+    """Replaces measured_line."""
+
+
 def test_runs_are_named_by_code_and_arguments(folder, monkeypatch):
     """A commit does not count, nor do texts, tests and other config files. The data's meta.json counts."""
     if not shutil.which('git'):
         pytest.skip('needs git')
     repo = folder / 'repo'
     monkeypatch.setattr(flat_compare, 'ROOT', repo)
-    monkeypatch.setattr(flat_compare, 'new_model', lambda args: None)
+    monkeypatch.setattr(flat_compare, 'measured_line', no_sizes)
 
     def write(name, text):
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
@@ -172,14 +185,20 @@ def test_mistakes_show_before_any_run(folder, args, message):
 
 
 # equal size -------------------------------------------------------------------------------------------------
+def fields_of(args):
+    """The fields of GPTConfig in flags."""
+    return configure({**vars(flat_train), '__name__': ''}, 'GPTConfig', argv=args).model_args
+
+
 def test_match_gives_equal_parameters(folder):
     """Of those that a token uses: half of the experts idle."""
     base = [*TOY, '--n_embd=48']
     other = [*base, '--n_expert=4', '--n_shared_expert=1', '--n_dense_layer=1']
-    variant = Variant('x', ROOT, '', [*other], new_model(other))
-    match_size(variant, num_params(new_model(base), active=True), active=True)
+    variant = Variant('x', ROOT, '', [*other], {}, measured_line(other))
+    match_size(variant, measured_line(base)['active'], 'active')
     counts = []
-    for model in (new_model(base), variant.model):
+    for args in base, variant.args:
+        model = GPT(GPTConfig(vocab_size=23, **fields_of(args)))
         idle = sum(w.numel() for name, w in model.named_parameters() if 'experts.' in name) // 2
         counts.append(sum(w.numel() for w in model.state_dict().values()) - idle)
     assert abs(counts[1] / counts[0] - 1) <= 0.01 and len(variant.args) > len(other)
@@ -193,10 +212,10 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
         texts = {re.sub(r'--learning_rate=\S+', '', text) for text in chosen['variants'].values()}
         baseline = next(iter(chosen['variants'].values()))
         commands = [shlex.split(f"{chosen['base']} {text}") for text in (baseline, *texts - {baseline})]
-        baseline, *others = [Variant('x', ROOT, '', args, new_model(args)) for args in commands]
+        baseline, *others = [Variant('x', ROOT, '', args, {}, in_child(measured_line, args))
+                             for args in commands]
         for variant in others if 'match' in chosen else ():
-            active = chosen['match'] == 'active'
-            match_size(variant, num_params(baseline.model, active), active)
+            match_size(variant, baseline.sizes[chosen['match']], chosen['match'])
 
 
 # judging ----------------------------------------------------------------------------------------------------
