@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import common
 import pytest
 import torch
 from common import ROOT
@@ -310,3 +311,20 @@ def test_long_runs_are_compiled(device, flops, expected, monkeypatch):
     """The first run computes 5e13 FLOPs."""
     monkeypatch.setattr(configurator, 'can_compile', lambda device: True)
     assert configurator.resolve_compile('auto', device, flops) == expected
+
+
+def test_a_config_file_replaces_functions_and_extends_tables(folder, capsys):
+    """Nothing else: neither what it imports nor names that the script lacks."""
+    (folder / 'mine.py').write_text('''
+from train import seed_dropout, set_rates  # not replaced
+SCHEDULES = {'step': lambda done, cooldown: float(done < 0.5)}
+lr_schedule = 'step'
+_half = learning_rate / 2  # a config file can read the values so far
+def helper(): pass
+def why_stop(signals, time_limit): return 1
+''', 'utf-8')
+    found = common.train('mine.py', '--min_lr=0', '--warmup_iters=0')
+    assert 'a config file replaces why_stop\n' in capsys.readouterr().out
+    assert found['SCHEDULES'].keys() == {'cosine', 'linear', 'wsd', 'step'}
+    assert found['seed_dropout'].__module__ == found['set_rates'].__module__ == '__main__'
+    assert 'helper' not in found and common.log_rows('out')[-1]['iter'] == '1'
