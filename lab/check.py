@@ -74,7 +74,8 @@ def tiny_config(config):
                            for layer in range(config.n_layer))
     for name, letters in zip(patterns, zip(*layers)):
         changes[name] = ''.join(letters if len({*letters}) > 1 else letters[:1])
-    changes.update(n_layer=1 + len(layers) + changes.get('n_dense_layer', 0), block_size=LONG, vocab_size=61,
+    depth = 4 if any(mixer not in FORMULAS for mixer in config.mixers) else 1 + len(layers)
+    changes.update(n_layer=depth + changes.get('n_dense_layer', 0), block_size=LONG, vocab_size=61,
                    norm_eps=0.01, dropout=0.25)
     if config.n_kv_head:
         has_heads = config.head_dim is not None

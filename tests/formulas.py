@@ -314,7 +314,7 @@ def cross_entropy(logits, targets):
 def initial_values(config):
     """Rows of (parts of names, group, mean, standard deviation; None: sqrt(1 / (3 columns))). The first row
     with a part of a parameter's name applies to it."""
-    kernel, ends_in_norm = config.linear_conv_kernel_dim or 1, config.norm_placement in ('output', 'sandwich')
+    ends_in_norm = config.norm_placement in ('output', 'sandwich')
     return (
         ('wte wpe', 'embedding', 0, 0.02), ('bigram', 'bigram', 0, 0),
         ('lm_head.weight', 'head', 0, 0), ('shared_gate.weight', 'gate', 0, None),
@@ -322,7 +322,7 @@ def initial_values(config):
         ('alpha_p', 'vector', math.log(math.expm1(0.8)), 0),
         ('alpha_n', 'vector', math.log(math.expm1(0.3)), 0),
         ('A_log', 'vector', math.log(16) - 1, 1), ('dt_bias', 'vector', math.log(0.01), 1.33),
-        ('bias sink', 'vector', 0, 0), ('conv', 'vector', 0, (3 * kernel) ** -0.5),
+        ('bias sink', 'vector', 0, 0), ('conv', 'vector', 0, None),
         ('norm ln_ skip expert_scale', 'vector', 1, 0), ('c_proj', 'matrix', 0, None if ends_in_norm else 0),
         ('c_ router', 'matrix', 0, None))
 

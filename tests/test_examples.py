@@ -95,7 +95,7 @@ def test_an_examples_samples_do_not_depend_on_the_cache(name, folder):
 def test_an_examples_flops_are_counted(name, folder):
     """Next to torch's count of matrix products, 3 times the forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
-    train(name, '--max_iters=0')
+    train(name, '--max_iters=0', '--n_embd=128')
     with imported(name):
         import model as flat
         import sample
@@ -122,3 +122,60 @@ def test_an_example_is_not_exported_as_something_else(name, folder):
         with fresh_modules(), pytest.raises(ValueError):
             import sample
             sample.load('out')
+
+
+# each idea next to a naive computation ----------------------------------------------------------------------
+
+def randomized(flat, **options):
+    """A model, none of whose weights are zero or one, and token ids (2, 24)."""
+    torch.manual_seed(0)
+    fields = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=32, vocab_size=61, block_size=32)
+    net = flat.GPT(flat.GPTConfig(**fields | options)).eval()
+    with torch.no_grad():
+        for w in net.parameters():
+            w.add_(torch.randn_like(w) * 0.1)
+    return net, torch.randint(61, (2, 24))
+
+
+def test_yoco_attends_to_the_middle_layers_keys(folder):
+    """Each token's attention by a loop over heads, for layers 1 (window) and 3 (shared keys)."""
+    with imported('yoco') as found, torch.no_grad():
+        found['WINDOW'] = 5
+        import model as flat
+        net, idx = randomized(flat, mixer_pattern='Y')
+        inputs = {}
+        for layer, block in enumerate(net.h):
+            block.attn.register_forward_hook(lambda _, args, y, layer=layer: inputs.update({layer: (args[0], y)}))
+        net(idx)
+        rope = flat.rope_table(net.config.rope_kind, torch.arange(24)[None], 32)
+        for layer, source in (1, 1), (3, 2):
+            x, y = inputs[layer]
+            mixer, owner = net.h[layer].attn, net.h[source].attn
+            q = flat.rotate(mixer.q_norm(mixer.c_attn(x)[0].view(2, 24, 4, 8)).transpose(1, 2), rope)
+            k, v = (z.view(2, 24, 2, 8) for z in owner.c_attn(inputs[source][0])[1:])
+            k, v = flat.rotate(owner.k_norm(k).transpose(1, 2), rope), v.transpose(1, 2)
+            heads = torch.zeros(2, 4, 24, 8)
+            for head in range(4):
+                for t in range(24):
+                    seen = slice(max(0, t - 4) if layer == 1 else 0, t + 1)
+                    score = (k[:, head // 2, seen] @ q[:, head, t, :, None])[..., 0] / 8 ** 0.5
+                    heads[:, head, t] = (score.softmax(-1)[..., None] * v[:, head // 2, seen]).sum(1)
+            torch.testing.assert_close(mixer.c_proj(heads.transpose(1, 2).flatten(2)), y)
+        import bench
+        plain = flat.GPT(flat.GPTConfig(n_layer=4, n_head=4, n_kv_head=2, n_embd=32, vocab_size=61))
+        sizes = [bench.cache_bytes(one, 32, torch.float32) for one in (plain, net)]
+        assert sizes[1] / sizes[0] == (5 + 5 + 32) / (4 * 32)
+
+
+def test_canon_is_a_convolution(folder):
+    """torch.conv1d, and the places of all four."""
+    with imported('canon'), torch.no_grad():
+        import model as flat
+        net, idx = randomized(flat)
+        layer = net.h[1].canon_a
+        x = torch.randn(2, 24, 32)
+        padded = torch.nn.functional.pad(x.mT, (3, 0))
+        y = x + torch.conv1d(padded, layer.conv[:, None], groups=32).mT
+        torch.testing.assert_close(layer(x, flat.make_context(net, idx)), y)
+        counts = [m.conv.shape[0] for m in net.h[1].modules() if hasattr(m, 'conv')]
+        assert sorted(counts) == [32, 32, 64, 2 * net.config.d_ff]
