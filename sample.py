@@ -7,7 +7,7 @@ Generates text from a checkpoint.
     python sample.py --out_dir=out-chat --chat              # a conversation
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl
 
-A sample's text depends on seed and its number, but not on batch_size.
+A sample's text depends on the seed and the sample's number, but not on batch_size.
 """
 import codecs
 import contextlib
@@ -33,14 +33,14 @@ from configurator import (
 # model
 init_from = 'resume'        # resume (out_dir), a checkpoint, or a published model
 out_dir = 'out'             # a run's folder; prefers best.pt to ckpt.pt
-block_size: int | None = None  # another context [>= 2]
+block_size: int | None = None  # another context length [>= 2]
 rope_scaling: dict | None = None  # {'rope_type': 'linear', 'factor': 4.0}
 # text
 start = '\n'                # a prompt, FILE:name or LINES:name (one prompt per line)
 num_samples = 3             # samples per prompt [>= 1]
 max_new_tokens = 500        # tokens per sample [>= 1]
 batch_size = 64             # samples at once [>= 1]
-output = ''                 # a new file for JSON lines [if not chat or start != '\n']
+output = ''                 # new file for the JSON lines [if not chat or start != '\n']
 stop: str | tuple | list = ()  # texts that end a sample
 # conversation
 chat = False                # answer typed questions, or those in start
@@ -52,7 +52,7 @@ temperature = 0.8           # 0: always the most likely token
 # limits of sampling [if temperature]
 top_k: int | None = 200     # only the k most likely tokens; None: all
 top_p = 1.0                 # only the most likely tokens with this total probability [> 0] [<= 1]
-min_p = 0.0                 # only tokens at least this likely relative to the most likely [<= 1]
+min_p = 0.0                 # tokens with at least this fraction of the highest probability [<= 1]
 # others
 repetition_penalty = 1.0    # lowers logits of earlier tokens [> 0]
 seed = 1337                 # seed of sampling
@@ -80,25 +80,25 @@ from tokenizer import tokenizer_from_state
 #     model              name -> tensor; with lora only the adapters
 #     model_args         the fields of GPTConfig
 #     config             train.py's settings
-#     tokenizer          its state(), or None
-#     masked             whether it was trained on conversations
-#     data               meta.json of its dataset
+#     tokenizer          the tokenizer's state(), or None
+#     masked             whether the model was trained on conversations
+#     data               meta.json of the dataset
 #     lora               None, or rank, alpha, targets, base, base_checksum
 #     kept               iterations of ckpt-<iteration>.pt
 #     family             the published family, or None
-#     optimizer, scaler  parameter name -> its state; state_dict()
+#     optimizer, scaler  {parameter name: state}; the scaler's state_dict()
 #     iter_num, ...      NUMBERS of train.py
 #     path               the file or folder
 #     no_tokenizer       why there is no tokenizer
 
 
-# fields that may differ
+# fields that `load` may change
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
 RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields in older checkpoints
 
 
 def read_checkpoint(path):
-    """A checkpoint of train.py or nanoGPT. Raises FileNotFoundError, or ValueError for others."""
+    """Reads a checkpoint of train.py or nanoGPT. Raises FileNotFoundError or ValueError."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
                                 "--out_dir or --init_from")
@@ -120,15 +120,15 @@ def read_checkpoint(path):
 
 
 def checksum(path):
-    """Sums a checkpoint's weight bits; None for a published model."""
+    """Sums a checkpoint's weight bits. Returns None for a published model."""
     if is_published(path):
         return None
     return sum(w.float().view(torch.int32).sum().item() for w in read_checkpoint(path)['model'].values())
 
 
 def from_state(state, model_args, **changes):
-    """Builds a model. changes: fields in CHANGEABLE. Raises RuntimeError for missing weights or other
-    shapes."""
+    """Builds a model. changes: fields in CHANGEABLE. Raises RuntimeError if the weights do
+    not fit."""
     config = changed(GPTConfig(**model_args), **changes)
     if 'wpe.weight' in state:
         state = state | {'wpe.weight': state['wpe.weight'][:config.block_size]}
@@ -140,7 +140,7 @@ def from_state(state, model_args, **changes):
 
 
 def is_published(name):
-    """Whether `name` is a published folder or GGUF file, or looks like a hub id or gpt2."""
+    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id."""
     if os.path.exists(name):
         return str(name).endswith('.gguf') or any(
             os.path.exists(f'{name}/{one}') for one in ('config.json', 'adapter_config.json'))
@@ -151,9 +151,9 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     """Returns (model, tokenizer or None, the checkpoint's dict without 'model').
 
     init_from: 'resume' (reads out_dir), a checkpoint of train.py or nanoGPT, a run's folder, or a published
-    model. dtype: None keeps the stored one. best: prefers best.pt. merge: adds LoRA adapters to the weights.
-    int8: stores large weights in 8 bits. changes: fields of GPTConfig. Raises FileNotFoundError, or
-    ValueError for any other file."""
+    model. dtype: None keeps the stored dtype. best: prefers best.pt. merge: adds LoRA adapters to
+    the weights. int8: stores large weights in 8 bits. changes: fields of GPTConfig. Raises
+    FileNotFoundError or ValueError."""
     if init_from != 'resume' and is_published(init_from):
         from zoo.hub import load_published
         model, tokenizer, checkpoint = load_published(init_from, device, dtype, int8, changes)
@@ -185,7 +185,8 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
 
 
 def find_tokenizer(checkpoint):
-    """The checkpoint's or dataset's tokenizer. Only models trained on conversations keep the template."""
+    """The checkpoint's or dataset's tokenizer. Drops the checkpoint's chat template if the model
+    was not trained on conversations."""
     if not checkpoint.get('tokenizer'):
         from prepare import load_tokenizer
         return load_tokenizer(f"data/{checkpoint.get('config', {}).get('dataset')}")
@@ -240,14 +241,14 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
 # a step -----------------------------------------------------------------------------------------------------
 
 def step(model, tokens, cache, u, seen, sampling):
-    """Appends tokens (B, T) to the cache. Returns the token drawn after each, (B, T). u: (B, T), seen:
+    """Appends tokens (B, T) to the cache. Draws a next token after each, (B, T). u: (B, T), seen:
     (B, 1, V)."""
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
 
 def compile_step(model, cache):
-    """Compiles `step` for a static cache: as a CUDA graph, or on a CPU with constant weights. Changed weights
-    compile again, but not if they change through `.data`."""
+    """Compiles `step` for a static cache: as a CUDA graph, or on a CPU with constant weights.
+    Compiles again if weights change, but not after writes to `.data`."""
     for tensor in cache.tensors():  # CUDA graphs need fixed addresses
         torch._dynamo.mark_static_address(tensor, guard=False)
     weights = *model.parameters(), *model.buffers()
@@ -256,16 +257,16 @@ def compile_step(model, cache):
 
 @functools.lru_cache(maxsize=1)
 def compiled(model, versions):
-    """Compiles `step` for these versions of weights."""
+    """Compiles `step`. versions: identifies the weights."""
     from torch._inductor import config as inductor
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 64  # one per shape of the cache
     device = model.wte.weight.device
-    # a CUDA graph needs a single matmul for all experts (Hopper, Blackwell)
+    # only Hopper and Blackwell have a single matmul for all experts, as CUDA graphs need
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     whole = all(native and module.has_kernel(model.compute_dtype(), device.type)
                 for module in model.modules() if hasattr(module, 'has_kernel'))
-    # coordinate_descent_tuning reads int8 weights directly for one row
+    # for one row, coordinate_descent_tuning reads int8 weights directly
     run = torch.compile(step, dynamic=False, fullgraph=whole, options={
         'triton.cudagraphs': whole and device.type == 'cuda', 'coordinate_descent_tuning': True})
     return inductor.patch(FREEZING)(run) if whole and device.type == 'cpu' else run
@@ -273,16 +274,16 @@ def compiled(model, versions):
 
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',
             'autotune_num_choices_displayed': 0,
-            'fx_graph_cache': False}  # its key ignores frozen weights
+            'fx_graph_cache': False}  # the key ignores frozen weights
 
 
 # many tokens ------------------------------------------------------------------------------------------------
 
-PREFILL = 8192  # tokens, with padding, per forward pass
+PREFILL = 8192  # tokens per forward pass, including padding
 
 
 def prefill(model, contexts, cache, rows):
-    """Feeds lists of ids to rows of a cache that may hold their first ids."""
+    """Feeds lists of ids to cache rows, which may already hold the first ids."""
     part = cache
     if len(rows) < len(cache.length):
         part = model.make_cache(len(rows), cache.max_len, cache.static, cache.rolling)
@@ -303,7 +304,7 @@ def prefill(model, contexts, cache, rows):
 @dataclasses.dataclass
 class Sample:
     """A text that grows in a row of a cache."""
-    number: int          # index of its prompt
+    number: int          # index of the prompt
     tokens: list         # prompt and drawn tokens
     n_left: int          # tokens to draw
     start: int           # the context is tokens[start:]
@@ -334,7 +335,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when
     the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
     half. cache: one row with the first tokens of a single prompt. batch_size: rows of the cache; when a
-    sample ends, the next prompt gets its row (Orca, OSDI 2022). drafter: for speculative decoding
+    sample ends, the next prompt gets the row (Orca, OSDI 2022). drafter: for speculative decoding
     (arXiv:2211.17192) of one sample at a time. sampling: options of sample_token. The model must be in
     eval mode. Raises ValueError for NaN, and for a draft if a layer has a state."""
     device = model.wte.weight.device
@@ -364,7 +365,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             for row in rows:
                 seen[row] = False
                 seen[row, :, samples[row].tokens] = True
-        # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
+        # 2. Drop ended rows. A compiled step lets them overwrite their last slot.
         active = [row for row, sample in enumerate(samples) if sample.n_left]
         if not active:
             return
@@ -406,8 +407,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
 
 class Lookup:
-    """Drafts the tokens that followed the latest earlier occurrence of the last 3 tokens, else 2, else 1
-    (arXiv:2304.04487)."""
+    """Finds the latest earlier occurrence of the last 3 tokens, or of 2, or of 1. Drafts the tokens
+    after it (arXiv:2304.04487)."""
 
     n_drafted = n_accepted = 0
 
@@ -453,15 +454,15 @@ class TextStream:
         self.held = self.held[cut:]
 
     def show(self, before=''):
-        """Prints new text, the first time after `before`."""
+        """Prints new text. The first call prints `before` first."""
         text = before + self.text
         print(text[self.n_shown:], end='\n' if self.ended else '', flush=True)
         self.n_shown = len(text)
 
 
 def completions(model, tokenizer, prompts, max_new_tokens, stop=(), **options):
-    """Continues prompts by `generate`, up to a text in `stop`. Yields (index, TextStream) in order, whenever
-    a text may have changed."""
+    """Continues prompts by `generate`, up to a text in `stop`. Yields (index, TextStream) in order
+    of prompts, whenever a text may have changed."""
     streams = [TextStream(tokenizer, stop) for _ in prompts]
     current = 0
     for sample, token in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens,
@@ -495,7 +496,7 @@ def chat_ids(model, tokenizer, messages, thinking):
 
 
 class Chat:
-    """A conversation and its KV cache, with options of completions."""
+    """A conversation and its KV cache. options: for `completions`."""
 
     cache = None  # None during an answer
 
@@ -537,12 +538,12 @@ class Chat:
         n_shared = min(length, len(ids) - 1, len(os.path.commonprefix([self.cached, ids])))
         try:
             cache.rewind(length - n_shared)
-        except ValueError:  # a layer has a state
+        except ValueError:  # a layer's state cannot be rewound
             cache.reset()
         return cache
 
     def prompt(self, question):
-        """(The messages with a question, their ids). Forgets the oldest turns to make room for
+        """Adds a question -> (messages, ids). Forgets the oldest turns to make room for
         max_new_tokens, at most half the context. Raises ValueError for a long question."""
         size = self.model.config.block_size
         messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
