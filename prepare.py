@@ -37,18 +37,19 @@ from configurator import check_effects, check_values, configure, print0, reading
 
 # A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
-# the field of a record's text or messages
+# field with a record's text or messages
 field = 'text'             # [if source not in SOURCES]
-# Invalid UTF-8: strict stops, replace writes U+FFFD, ignore omits it. ignore also omits conversations that
-# fail.
+# Invalid UTF-8: strict raises an error, replace writes U+FFFD, ignore omits it. ignore also omits
+# conversations that fail.
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
-# byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), or a folder: a run, prepared
-# data, or one with tokenizer.json. None: the source's; for conversations data/pystdlib_bpe4096, else byte
+# byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), or a folder: a
+# run, prepared data, or any with tokenizer.json. None: the source's default, otherwise
+# data/pystdlib_bpe4096 for conversations, byte for text
 tokenizer: str | None = None
 # how to encode special tokens that occur inside records
 special_tokens = 'text'    # [in ('text', 'tokens')]
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
-overwrite = False          # replace data of another source in out
+overwrite = False          # replace data that out has from another source
 # share of text for validation, at most 10M characters or 10,000 conversations
 val_fraction = 0.1         # [> 0] [<= 0.5]
 block_size = 256           # tokens per slot of conversations; must equal train.py's [>= 2]
@@ -77,7 +78,7 @@ VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
 cleanup = contextlib.ExitStack()  # removes temporary files
-MAIN = os.getpid()  # the only process that may do so
+MAIN = os.getpid()  # the only process that runs cleanup
 
 
 # files as documents -----------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def read_text(path, errors):
 
 
 def text_documents(path, errors):
-    """One document, or several if the first 16 MB contain <|endoftext|>."""
+    """One document, or several if the first 16M characters contain <|endoftext|>."""
     blocks = read_text(path, errors)
     head = [*itertools.islice(blocks, 16)]
     blocks = itertools.chain(head, blocks)
@@ -170,7 +171,7 @@ def format_of(path):
 
 
 def file_documents(paths, field='text', errors='strict'):
-    """The files' documents, without empty ones."""
+    """The files' documents, except empty documents."""
     for path in paths:
         if records := format_of(path):
             for n, record in enumerate(records(path, errors), 1):
@@ -195,7 +196,7 @@ LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  
 
 
 def read_record(place, record, field='text'):
-    """[The record's text] or a Conversation. Raises ValueError if there is neither."""
+    """[The record's text] or a Conversation. Raises ValueError if both are missing."""
     if isinstance(record, list):  # nanochat's format
         record = {'messages': record}
     value = record.get(field)
@@ -236,7 +237,7 @@ def read_message(place, message):
 
 
 def renamed(record):
-    """The record without nulls and with our names. The first field counts."""
+    """Renames fields by NAMES; among equal names, the first counts. Omits nulls."""
     result = {}
     for key, value in record.items():
         if value is not None:
@@ -245,7 +246,7 @@ def renamed(record):
 
 
 def from_json(value):
-    """A JSON value, perhaps from text, without nulls."""
+    """A JSON value without nulls. Parses text."""
     return json_value(json.loads(value) if value and isinstance(value, str) else value)
 
 
@@ -299,7 +300,7 @@ def library_docs():
 
 
 def summary_of(doc):
-    """A docstring's first sentence; None if that is too long."""
+    """A docstring's first sentence, or None if it is too long."""
     for paragraph in re.split(r'\n\s*\n', doc or ''):
         text = ' '.join(paragraph.split())
         if not re.match(r'[\w.]+\(', text):  # not a signature
@@ -330,8 +331,8 @@ def pydoc_chats():
 
 # sources ----------------------------------------------------------------------------------------------------
 
-# documents: a function that yields documents, but no empty ones
-# chats: whether they are Conversations
+# documents: a function that yields nonempty documents
+# chats: whether documents are Conversations
 # shards: URLs of token files instead of documents; the first is for validation
 # tokenizer: the default
 Source = collections.namedtuple('Source', 'name label documents chats shards tokenizer',
@@ -339,7 +340,7 @@ Source = collections.namedtuple('Source', 'name label documents chats shards tok
 
 
 def fetch(url, folder):
-    """Downloads a file once -> its path. Raises OSError."""
+    """Downloads a missing file. Returns its path. Raises OSError."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
@@ -362,7 +363,7 @@ MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
 
 
 def download(name, url, most=1, **options):
-    """A Source of up to `most` files. {} is a file's number."""
+    """A Source of up to `most` files. {} stands for a file's number."""
     def documents():
         urls = map(url.format, range(min(shards, most)))
         return file_documents([fetch(url, f'data/{name}') for url in urls], errors=errors)
@@ -404,7 +405,7 @@ def find_source(source):
     if os.path.isfile(path):
         name = Path(unpacked(path)).stem
         paths = [path]
-    else:  # the last folder without wildcards
+    else:  # the last folder before wildcards
         pattern = os.path.join(glob.escape(path), '**', '*') if os.path.isdir(path) else path
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
         files = filter(os.path.isfile, glob.glob(pattern, recursive=True))
@@ -422,7 +423,7 @@ def data_folder(name):
 
 
 def output_folder(out, source, tokenizer):
-    """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
+    """out or data/<out>; else data/<source> for conversations or data/<source>_<tokenizer>."""
     kind = Path(tokenizer.removesuffix('tokenizer.json')).name.replace(':', '')
     name = out or re.sub(r'[^\w.-]+', '_', f'{source.name}_{kind}').strip('._')
     if not out and (source.chats or name in ('shakespeare_gpt2', 'openwebtext_gpt2')):  # nanoGPT's names
@@ -435,8 +436,8 @@ def output_folder(out, source, tokenizer):
 def characters_to_train_on(source, fraction):
     """The number of characters per document to train on; None for conversations.
 
-    Every n-th document, n = 1 / fraction, or the end of a single text, is for validation: up to this fraction
-    of all text and VAL_CHARACTERS.
+    Every n-th document, n = 1 / fraction, or the end of a single text, is for validation: at most
+    this fraction of all text, and at most VAL_CHARACTERS.
     """
     if source.chats:
         return None
@@ -452,7 +453,7 @@ def characters_to_train_on(source, fraction):
 
 
 def split_texts(source, fraction, n_train):
-    """Yields (split, document or part, whether there are several)."""
+    """Yields (split, document or part, whether there are several documents)."""
     for n, document in enumerate(source.documents()):
         if source.chats:
             is_val = n % round(1 / fraction) == 1 and n * fraction < VAL_CHATS
@@ -480,10 +481,10 @@ def pieces_of_texts(texts, can_cut):
 
 
 def encode_piece(tok, special_tokens, piece):
-    """An item of pieces_of_texts -> (split, ids, no mask, bytes of text)."""
+    """An item of pieces_of_texts -> (split, ids, None, bytes of text)."""
     split, text, begins, ends = piece
     ids = (tok.encode_chat if special_tokens == 'tokens' else tok.encode_array)(text)
-    parts = [ids]  # may already contain bos and eot (MiniMind 2)
+    parts = [ids]  # MiniMind 2's text already contains bos and eot
     if begins and not {*ids[:1]} & {*tok.bos}:
         parts.insert(0, tok.bos)
     if ends and tok.eot not in ids[-1:]:
@@ -493,7 +494,7 @@ def encode_piece(tok, special_tokens, piece):
 
 
 def encode_chat(tok, special_tokens, errors, item):
-    """An item of split_texts -> (split, ids, mask, learned bytes), or None if it is ignored."""
+    """An item of split_texts -> (split, ids, mask, learned bytes), or None if errors='ignore'."""
     split, chat, _ = item
     try:
         ids, mask = encode_conversation(
@@ -507,8 +508,8 @@ def encode_chat(tok, special_tokens, errors, item):
 
 
 def encode_conversation(tok, conversation):
-    """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
-    next stop token. Raises ValueError without one."""
+    """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt
+    to the next stop token. Raises ValueError if an answer has none."""
     _, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
@@ -532,10 +533,10 @@ def encode_conversation(tok, conversation):
 
 
 def pack(encoded, block_size, eot, counts):
-    """(split, ids, mask, n_bytes) of conversations -> the same in slots of block_size tokens.
+    """Packs (split, ids, mask, n_bytes) of conversations into slots of block_size tokens.
 
-    eot begins conversations and fills slots. Longer conversations are cut. A split ends with one more
-    token, which is its last target.
+    eot begins each piece and fills slots. Conversations longer than a slot are cut into pieces.
+    Each split ends with one more token, its last target.
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
@@ -562,19 +563,19 @@ def dtype_of(n_vocab):
 
 # writing ----------------------------------------------------------------------------------------------------
 
-# kind of tokenizer -> the part of its state in tokenizer.<kind>
+# kind of tokenizer -> key of its state that tokenizer.<kind> stores
 TABLES = {'tiktoken': 'ranks', 'json': 'source'}
 
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='text',
                   errors='strict'):
-    """Writes a folder -> its meta. texts: from split_texts; block_size: only for conversations."""
+    """Writes a folder. Returns meta. texts: from split_texts; block_size: for conversations."""
     counts = collections.Counter()
     eot = tok.eot
     if block_size:
         work = functools.partial(encode_chat, tok, special_tokens, errors)
         encoded = filter(None, in_processes(procs, work, texts))
-        # prefer one that does not end messages
+        # prefer an eot that does not end messages
         eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)
         encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
     else:
@@ -595,7 +596,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
 
 
 def write_bins(folder, encoded, counts):
-    """Writes .bin and .mask.bin, and adds to counts."""
+    """Writes .bin and .mask.bin files. Adds to counts."""
     shown = time.time()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
@@ -618,7 +619,7 @@ def write_bins(folder, encoded, counts):
 
 
 def write_meta(folder, tok, label, eot, counts):
-    """Writes meta.json and the tokenizer's table -> the meta."""
+    """Writes meta.json and the tokenizer's table. Returns meta."""
     state = tok.state()
     if key := TABLES.get(state['kind']):
         Path(folder, f'tokenizer.{state["kind"]}').write_bytes(state.pop(key).encode())
@@ -629,8 +630,8 @@ def write_meta(folder, tok, label, eot, counts):
 
 
 def fetch_shards(folder, source):
-    """Downloads shards of GPT-2 tokens -> the meta."""
-    tok = tiktoken_tokenizer('gpt2')  # before the long download
+    """Downloads shards of GPT-2 tokens. Returns meta."""
+    tok = tiktoken_tokenizer('gpt2')  # loaded before the long download
     val, *train = (read_shard(fetch(url, folder), '<u2') for url in source.shards)
     n_bytes = sum(int(tok.sizes[ids].sum()) for ids in np.array_split(val, 100))
     counts = {'train_tokens': sum(map(len, train)), 'val_tokens': len(val),
@@ -647,8 +648,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_meta(folder):
-    """Reads meta.json or nanoGPT's meta.pkl, or assumes values. Returns a dict: vocab_size, dtype, eot,
-    bytes_per_token, tokenizer (its state; None: GPT-2's), block_size (of slots)..."""
+    """Reads meta.json or nanoGPT's meta.pkl, or assumes GPT-2's encoding. Returns a dict:
+    vocab_size, dtype, eot, bytes_per_token, tokenizer (state; None: GPT-2's), block_size (of
+    slots)..."""
     meta = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -669,7 +671,7 @@ def is_prepared(folder):
 
 
 def checkpoint_in(folder):
-    """A folder's ckpt.pt, or this .pt file; None if missing."""
+    """A folder's ckpt.pt, or this .pt file. None if missing."""
     path = Path(folder)
     if path.suffix != '.pt':
         path /= 'ckpt.pt'
@@ -707,8 +709,8 @@ def read_shard(path, dtype):
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else the sorted shards *<split>*.bin.
 
-    Sequence i of a shard is its block_size + 1 tokens from i * block_size on, so each token is a target at
-    most once. x.mask.bin has one byte per token of x.bin; 1 means learn it.
+    Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
+    target at most once. x.mask.bin has one byte per token of x.bin: 1 if it is learned.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
@@ -732,7 +734,7 @@ class Bins:
         return np.cumsum([(len(shard) - 1) // block_size for shard in self.shards])
 
     def n_sequences(self, block_size):
-        """Raises ValueError if there is none."""
+        """Raises ValueError if the number is 0."""
         n = int(self.ends(block_size)[-1])
         if not n:
             raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, but a sequence needs block_size+1 = '
@@ -740,7 +742,7 @@ class Bins:
         return n
 
     def check_vocabulary(self, *arrays):
-        """Raises ValueError for ids outside the vocabulary, in these arrays or all shards."""
+        """Raises ValueError if these arrays, or all shards, have ids outside the vocabulary."""
         for ids in arrays or self.shards:
             if self.vocab_size and ids.max(initial=0) >= self.vocab_size:
                 raise ValueError(f'{self.name}: token {ids.max()} is outside the vocabulary of '
@@ -780,8 +782,8 @@ def look(folder):
 
 
 def stop(number, _):
-    """Removes temporary files and ends the program. After an exception, Pool could wait for workers
-    forever."""
+    """Handles a signal: removes temporary files, ends the program. After an exception, Pool could
+    wait for workers forever."""
     for other in signal.SIGINT, signal.SIGTERM:
         signal.signal(other, signal.SIG_IGN)
     if os.getpid() == MAIN:  # not a worker that has just started
