@@ -18,13 +18,13 @@ import numpy as np
 EOT = '<|endoftext|>'  # the end-of-text token
 CHUNK = 1 << 16        # characters per piece
 
-# Long texts are cut between a letter or digit ([^\W_]) and a space, line end or CJK punctuation mark. No
-# pattern of tiktoken matches across such a place, nor does WORD_PATTERN.
+# Long texts are cut between a letter or digit ([^\W_]) and a space, line end or CJK punctuation
+# mark. Neither tiktoken's patterns nor WORD_PATTERN match across such a place.
 CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')
 
 
 def pieces(blocks, can_cut=True):
-    """Cuts a text, given in blocks. Yields (piece, whether it is the last)."""
+    """Cuts a text that is given in blocks. Yields (piece, whether it is last)."""
     text = ''
     start = CHUNK
     for block in blocks:
@@ -55,7 +55,7 @@ def in_processes(procs, work, items):
         while True:
             try:
                 yield from results.next(timeout=1)
-            except multiprocessing.TimeoutError:  # handles a signal that came just before the wait
+            except multiprocessing.TimeoutError:  # a signal may have come just before the wait
                 continue
             except StopIteration:
                 return
@@ -73,7 +73,7 @@ def start_worker(work):
 
 
 def end_with_parent():
-    """Ends this process after its parent, even while it waits for a lock."""
+    """Ends this process when its parent ends, even while waiting for a lock."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -94,10 +94,10 @@ MARK = '\U0010ffff'  # a noncharacter; see as_text
 class Tokenizer:
     """Subclasses add encode_array (text -> ids, with special tokens as plain text) and state (plain values
     that rebuild the tokenizer). eot: the end-of-text id, or None; special: {text: id}."""
-    can_cut = True  # whether cutting a text keeps its ids
+    can_cut = True  # whether cutting a text keeps the ids
     bos = ()  # ids at the beginning of documents and prompts
     chat_template = None
-    chat_variables = {}  # for the template, such as {'bos_token': '<s>'}
+    chat_variables = {}  # for chat_template, such as {'bos_token': '<s>'}
     eos_tokens = ()  # further ids that end a text
 
     def __init__(self, name, tokens, special):
@@ -130,7 +130,7 @@ class Tokenizer:
 
     @functools.cached_property
     def sizes(self):
-        """(n_vocab,): the bytes of text per id; 0 for special tokens and padding."""
+        """(n_vocab,): the number of bytes per id; 0 for special tokens and padding."""
         special = {*self.special.values(), self.eot}
         return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
 
@@ -177,7 +177,7 @@ class Tokenizer:
         answer = 'the answer'
         if self.chat_template:
             messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
-            with contextlib.suppress(Exception):  # chat() raises it
+            with contextlib.suppress(Exception):  # chat() raises the error
                 after = self.render(messages, False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
         return tuple(dict.fromkeys([*ends, *self.eos_tokens]))
@@ -198,7 +198,7 @@ def without_surrogates(text):
 
 
 class ByteTokenizer(Tokenizer):
-    """256 bytes and end of text."""
+    """One id per byte, and end of text."""
     def __init__(self):
         super().__init__('byte', {i: bytes([i]) for i in range(256)}, {EOT: 256})
 
@@ -257,9 +257,9 @@ def rank_table(ranks):
 
 @functools.cache
 def compile_template(template):
-    """A jinja2 Template with transformers' environment."""
+    """A jinja2 Template in transformers' environment."""
     import jinja2.sandbox
-    # {% generation %} only marks text; {% with %} renders the same
+    # {% generation %} only marks text, so {% with %} renders the same
     template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
@@ -330,12 +330,12 @@ def train_bpe(counts, n_merges):
     """{word: count} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
 
     Up to n_merges times, merges the commonest pair of neighbours within words if it occurs twice. Among
-    equally common pairs, it merges the one with the lowest ids. Tokens have at most LONGEST bytes.
+    equally common pairs, it merges the pair with the lowest ids. Tokens have at most LONGEST bytes.
 
-    Once both tokens of a pair exist, the pair can only become rarer. So its places are found once, and
-    counted again at the top of the heap.
+    Once both tokens of a pair exist, the pair can only become rarer. So the code finds its places
+    once, and counts them again when it reaches the top of the heap.
     """
-    ids = [-1]    # a token's id at its first byte, otherwise -1
+    ids = [-1]    # a token's id at its first byte; otherwise -1
     weight = [0]  # per byte: the count of its word
     for word in sorted(counts, key=lambda word: (-counts[word], word)):
         ids += [*word.encode()[:WORDS_BYTES], -1]
@@ -349,8 +349,8 @@ def train_bpe(counts, n_merges):
     sizes = np.ones(1 << 20, np.int32)
 
     def pairs_at(places):
-        """[(-count, pair, its places)] of pairs that begin here and occur twice. A pair is the number
-        first << 20 | second."""
+        """[(-count, pair, its places)] of pairs that begin at places and occur twice. A pair is the
+        number first << 20 | second."""
         first = ids[places]
         pairs = first.astype(np.int64) << 20 | ids[places + sizes[first]]
         order = np.argsort(pairs, kind='stable')  # keeps places sorted
@@ -377,7 +377,7 @@ def train_bpe(counts, n_merges):
             continue
         if len(token) > LONGEST:
             continue
-        if first == second:  # places overlap in aaa; keep the left ones
+        if first == second:  # in aaa, two places overlap: keep the left
             separate = []
             end = 0
             for place in places.tolist():
@@ -392,7 +392,7 @@ def train_bpe(counts, n_merges):
         ids[places] = new
         ids[places + width] = -1
         begins[after - 1] = places
-        # a left neighbour that was just merged has -1 here; its own place yields the pair
+        # ids[before] is -1 if the left neighbour was merged too; its place yields the pair
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
     return tokens
