@@ -8,8 +8,8 @@ Measures how fast and how good a model is, and how much memory it needs.
     python bench.py eval --init_from=out                     # loss of val.bin
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # a text or JSON lines
 
---vs alternately times another model: transformers with the same weights, uncompiled, or a clone of nanoGPT
-with the same shape.
+--vs also times another implementation in turns: transformers with the same weights, uncompiled, or
+a clone of nanoGPT with the same shape.
 """
 import collections
 import contextlib
@@ -42,13 +42,14 @@ dataset = ''                      # sets a new model's vocabulary; for eval, the
 json: bool | str = False          # True: print JSON too; or a file to append to
 device = 'auto'                   # as in train.py
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
-# all but params [if command != 'params']
-batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode, in eval as many as give
-                                  # 256 MB of logits (CUDA 2 GB). Only train uses a config file's batch_size
+# all commands but params [if command != 'params']
+batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode; in eval, as
+                                  # many as give 256 MB of logits (2 GB on CUDA). Only
+                                  # train uses a config file's batch_size
 # train and decode [if command in ('train', 'decode')]
 vs = ''                           # folder of nanoGPT, or transformers
 rounds = 5                        # how often each model is timed [>= 1]
-compile: bool | str = 'auto'      # auto: for train, if it works [in (True, False, 'auto')]
+compile: bool | str = 'auto'      # auto: only for train, if possible [in (True, False, 'auto')]
 seed = 1337                       # seed of weights and tokens
 # train [if command == 'train']
 steps = 10                        # steps per round [>= 1]
@@ -60,7 +61,7 @@ max_new_tokens = 200              # tokens generated [>= 1]
 # decode and eval [if command in ('decode', 'eval')]
 quantize = ''                     # int8, as in sample.py [in ('', 'int8')]
 # eval [if command == 'eval']
-lengths: list | None = None       # contexts to evaluate, as multiples of the trained one
+lengths: list | None = None       # context lengths to evaluate, as multiples of the trained length
 # params [if command == 'params']
 contexts: list | None = None      # lengths of prompts, in tokens
 settings = configure(globals(), 'GPTConfig', words=1 + ('eval' in sys.argv), default_file='config/default.py')
@@ -102,7 +103,7 @@ def seconds_each(items):
 
 
 def timed(calls, steps, counts=(1,)):
-    """A function that returns seconds per step, (steps,), if a step makes each call `counts` times."""
+    """Returns a timing function -> (steps,) seconds. A step makes each call `counts` times."""
     def side():
         for f in calls:
             f()
@@ -112,7 +113,7 @@ def timed(calls, steps, counts=(1,)):
 
 
 def take_turns(sides, rounds):
-    """Calls sides, name -> function that returns seconds, in turns. Returns name -> (rounds, ...)."""
+    """Calls sides, {name: function that returns seconds}, in turns -> {name: (rounds, ...)}."""
     turns = [{name: side() for name, side in sides.items()} for _ in range(1 + rounds)]
     return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # the first is a warm-up
 
@@ -161,8 +162,8 @@ def print_json(where, **numbers):
 # models -----------------------------------------------------------------------------------------------------
 
 def named_model(config, model_args, device, dtype=torch.float32):
-    """A checkpoint on the CPU, or a new model on the device, with the vocabulary of a prepared dataset if
-    model_args sets none."""
+    """Loads a checkpoint to the CPU, or makes a model on the device. A prepared dataset sets the
+    new model's vocabulary, unless model_args does."""
     if config['init_from'] != 'scratch':
         return train.load_to_train(config['init_from'], 'out', model_args, dtype=dtype)[0]
     folder = data_folder(config['dataset'])
@@ -189,7 +190,7 @@ def cache_per_token(model, dtype):
 
 
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
-    """The settings' model and runtime. Without training, the model has the compute dtype."""
+    """The settings' model and runtime. Unless to_train, weights have the compute dtype."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     model = named_model(config, model_args, machine.device, torch.float32 if to_train else machine.dtype)
     model.to(machine.device)
@@ -257,7 +258,7 @@ def measure_params(config, model_args):
 
 
 def by_module(model):
-    """model.account's rows by module: h.3.attn.c_attn.weight counts for attn."""
+    """Sums model.account by module: h.3.attn.c_attn.weight counts for attn."""
     modules = collections.defaultdict(list)
     for name, row in account(model).items():
         module = re.match(r'(?:h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name)[1]
@@ -327,7 +328,8 @@ def print_contexts(model, lengths, flops, dtype):
 # how fast ---------------------------------------------------------------------------------------------------
 
 def our_step(model, forward, batch, machine, config):
-    """train.py's two functions: compute a micro-batch's gradients, and update."""
+    """Two functions of train.py: one computes a micro-batch's gradients, the other updates
+    weights."""
     run = train.Run(model, train.config | config, machine)
     run.forward = forward
     load = None
@@ -342,7 +344,7 @@ def our_step(model, forward, batch, machine, config):
 
 
 def other_step(other, batch, machine):
-    """The same functions for transformers or nanoGPT."""
+    """The same two functions for transformers or nanoGPT."""
     x, y = batch
     params = list(other.parameters())
     is_nanogpt = hasattr(other, 'configure_optimizers')
@@ -382,7 +384,7 @@ def measure_train(config, model_args):
     for name, other in load_other(config['vs'], model).items():
         steps[name] = other_step(other.train(), batch, machine)
     accumulation = config['gradient_accumulation_steps']
-    # time only the first micro-batch and one that adds to its gradients
+    # time only the first micro-batch, and a later one that adds gradients
     counts = [1, accumulation - 1][:accumulation]
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
@@ -409,7 +411,7 @@ def time_other(model, prompts, new):
         stamps.append(time.perf_counter())
     hook = model.register_forward_hook(clock)
     with precision_of_others(str(idx.device)):
-        if hasattr(model, 'configure_optimizers'):  # nanoGPT has no cache: time some steps at half the length
+        if hasattr(model, 'configure_optimizers'):  # nanoGPT has no cache: time middle steps
             count = max(8, new // 10)
             model.generate(F.pad(idx, (0, (new - count) // 2)), count, top_k=200)
         else:
@@ -482,7 +484,7 @@ def measure_eval(config, model_args, path=None):
     name = path or data_folder(dataset or rest.get('config', {}).get('dataset'))
     if path:
         numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, sums)
-    else:  # conversations are packed to block_size
+    else:  # conversations are packed into slots of block_size
         numbers = evaluate_text(name, *prepared_tokens(name, tokenizer, rest['path']),
                                 read_meta(name)['block_size'] or base, lengths, sums)
     return {'path': rest['path'], 'params': num_params(model), 'data': name, 'device': machine.device,
@@ -490,8 +492,9 @@ def measure_eval(config, model_args, path=None):
 
 
 def prepared_tokens(folder, tokenizer, path):
-    """Reads a prepared folder's val. Returns documents (inputs, targets), (2, tokens), with -1 for masked
-    targets, and the targets' bytes or None. Raises ValueError if tokenizers differ."""
+    """Reads a folder's val split. Returns documents (2, tokens) of inputs and targets, in which
+    masked targets are -1, and the targets' bytes or None. Raises ValueError if tokenizers
+    differ."""
     bins = Bins(folder, 'val')
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than that of {path}: prepare it with "
@@ -506,8 +509,8 @@ def prepared_tokens(folder, tokenizer, path):
 
 
 def text_tokens(path, tokenizer):
-    """The same for a text or JSON lines. Each document starts with end of text, so that its first token is a
-    target too."""
+    """The same for a text or JSON lines. Documents start with end of text, so that the first token
+    is a target too."""
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
     for document in find_source(path).documents():
@@ -540,9 +543,9 @@ def sums_by_position(model, rows, machine, batch_size):
 
 
 def evaluate_text(name, documents, n_bytes, base, lengths, sums):
-    """Prints and returns measures of documents (inputs, targets). sums: sums_by_position of a model; base:
-    tokens per row; lengths: multiples of base. Only the last base tokens of a row count, so that each length
-    has the same targets."""
+    """Prints and returns measures of documents (inputs, targets). sums: sums_by_position for a
+    model; base: tokens per row; lengths: multiples of base. Only the last base tokens of a row
+    count, so that each length has the same targets."""
     by_length = {}
     longest = base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
