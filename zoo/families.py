@@ -15,24 +15,24 @@ from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
 # what a family is -------------------------------------------------------------------------------------------
 
 class Family(typing.NamedTuple):
-    """How transformers writes one model_type.
+    """How transformers stores one model_type.
 
     To add a family, change a similar one. If new names are not enough, use a Rule for a field, and `rows`
-    or `layouts` for a tensor. A field of config.json that no table mentions is an error.
+    or `layouts` for a tensor. A field of config.json that no table mentions raises an error.
     """
     arch: str                   # the class in transformers
     fields: dict                # GPTConfig's field: config.json's fields; the first one found counts
     fixed: dict                 # values of fields that config.json lacks
-    names: dict                 # our module or tensor: transformers' names, which divide its rows in
-    #                             order, or a function of the config. E is an expert's number.
+    names: dict                 # our module or tensor: transformers' names, or a function of the
+    #                             config. Names divide the rows in order. E is an expert's number.
     #                             'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
     required: dict = {}         # the only supported values of config.json's fields
     rules: tuple = ()
-    rows: dict = {}             # our module or tensor: a function (config, row numbers of each fused
-    #                             projection) -> row numbers in each stored tensor
+    rows: dict = {}             # our module or tensor: a function (config, row numbers of each
+    #                             fused projection) -> our row numbers for each stored tensor
     layouts: dict = {}          # our tensor: Layout
-    harmless: str = ''          # patterns of config.json's fields that change nothing
+    harmless: str = ''          # patterns of config.json's fields without effect
     layers: str = 'L'           # letters of LAYER_TYPES, repeated, if config.json has no layer_types
     exports: bool = True        # False: cannot be written
 
@@ -40,8 +40,8 @@ class Family(typing.NamedTuple):
 class Rule(typing.NamedTuple):
     """Fields of config.json that need more than a name."""
     defaults: dict              # field: default value
-    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields): sets the latter
-    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json): sets the latter
+    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields): sets fields
+    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json): sets config.json
 
 
 class Layout(typing.NamedTuple):
@@ -63,7 +63,7 @@ FAMILIES = {}  # model_type: Family
 
 
 def add(kind, base, arch=None, **changes):
-    """Adds a family: `base`, a Family or its model_type, with changes."""
+    """Adds a family, `base` with changes. base: a Family or its model_type."""
     FAMILIES[kind] = like(base if isinstance(base, Family) else FAMILIES[base], arch, **changes)
 
 
@@ -89,23 +89,23 @@ def refuse(c, **fields):
 SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
 PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # only exact in float32
-ROW = Layout(lambda w: w[0], lambda w: w[None])  # (1, n)
+ROW = Layout(lambda w: w[0], lambda w: w[None])  # stored (1, n)
 AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 2, 0)))  # two unused rows
-CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
+CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # stored (channels, 1, kernel)
 
 
 def shares(groups, *parts):
-    """(n,) per part -> the first share of each part, then the second shares, ..."""
+    """Parts (n,) -> the first share of each part, then the second shares, ..."""
     return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
 
 
 def interleaved(rows):
-    """(..., n): two halves -> pairs with one row of each half."""
+    """(..., n) in two halves -> pairs with one row of each half."""
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
 def heads_interleaved(rows, width, begin, end):
-    """Interleaves rows begin to end of each head."""
+    """Interleaves rows `begin` to `end` of each head."""
     heads = rows.view(-1, width).clone()
     heads[:, begin:end] = interleaved(heads[:, begin:end])
     return heads.flatten()
@@ -123,7 +123,7 @@ def rows_swapped(config, q, k, v):
 
 def ordered(ours, *stored, groups=None):
     """A function for Family.rows. ours: one letter per projection; stored: the letters in each stored tensor;
-    groups: the field with the number of groups, if each has a share of every projection."""
+    groups: the field with the number of groups, if each group has a share of every projection."""
     def rows(config, *parts):
         named = dict(zip(ours, parts))
         return [shares(getattr(config, groups) if groups else 1, *map(named.get, one)) for one in stored]
@@ -131,7 +131,7 @@ def ordered(ours, *stored, groups=None):
 
 
 def rows_codegen(config, *qkv):
-    """Each quarter of the heads has queries, values and keys."""
+    """Stores queries, values and keys per quarter of heads."""
     q, k, v = rows_interleaved(config, *qkv)
     return [shares(4, q, v, k)]
 
@@ -164,14 +164,14 @@ def rows_mamba_convolution(config, rows):
 # rules ------------------------------------------------------------------------------------------------------
 
 def converted(ours, theirs, read, write, default):
-    """The Rule of a field. read: (their value, GPTConfig's fields) -> our value; write: GPTConfig -> their
-    value."""
+    """The Rule of a field. read: (config.json's value, GPTConfig's fields) -> our value; write:
+    GPTConfig -> config.json's value."""
     return Rule({theirs: default}, lambda c, args: args.update({ours: read(c[theirs], args)}),
                 lambda config, c: c.update({theirs: write(config)}))
 
 
 def shared_width(theirs):
-    """The Rule of the width of all shared experts together."""
+    """The Rule of the total width of all shared experts."""
     return converted('n_shared_expert', theirs,
                      lambda width, args: width and width // args['d_expert'],
                      lambda config: (config.n_shared_expert or 0) * (config.d_expert or 0), 0)
@@ -188,7 +188,7 @@ def letters(config, pattern):
 
 
 def worded(pattern, theirs, words):
-    """The Rule of a list with one word per layer. words: our letter: the word."""
+    """The Rule of a list with one word per layer. words: {our letter: word}."""
     ours = {word: one for one, word in words.items()}
 
     def read(c, args):
@@ -199,7 +199,7 @@ def worded(pattern, theirs, words):
 
 
 def listed(pattern, theirs, marked, others):
-    """The Rule of a list of the layers with the letter `marked`; other layers have `others`."""
+    """The Rule of a list of the layers with letter `marked`. Other layers have letter `others`."""
     def read(c, args):
         if c[theirs]:
             args[pattern] = ''.join(marked if i in c[theirs] else others for i in range(args['n_layer']))
@@ -246,7 +246,7 @@ def write_deepseek_v2(config, c):
 
 
 def read_indexer(c, args):
-    """Limits the context, because the indexer only matters for more than index_topk tokens."""
+    """Limits the context, because the indexer only matters above index_topk tokens."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
@@ -309,7 +309,7 @@ NEMOTRON_LAYERS = {  # words, or letters in older files: our letters
 
 
 def read_nemotron_h(c, args):
-    """A mixer and its MLP, two layers of Nemotron-H, are one block."""
+    """Two layers of Nemotron-H, a mixer and an MLP, become one block."""
     kinds = ''.join(NEMOTRON_LAYERS[one] for one in c['layers_block_type'] or c['hybrid_override_pattern'])
     blocks = re.findall('([AB])([DE]?)', kinds)
     if 'E' not in kinds:
@@ -328,7 +328,7 @@ def write_nemotron_h(config, c):
 
 
 def nemotron_layer(config, layer, name):
-    """Family.layer: counts mixers and MLPs separately."""
+    """For Family.layer: Nemotron-H counts mixers and MLPs separately."""
     at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
     return f'backbone.layers.{at}.'
 
@@ -401,7 +401,7 @@ def write_ministral3(config, c):
 
 
 def read_layer_rope(c, args):
-    """Reads one base per layer: 0 for no rotation, otherwise the same."""
+    """Reads one base per layer, either 0 for no rotation or the common base."""
     bases = c['layer_rope_theta'] or [args['rope_base']]
     args['rope_base'], = {*bases} - {0} or {args['rope_base']}
     args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
@@ -895,7 +895,7 @@ add(
 add('jais2', 'arcee', 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'), fixed=dict(LAYERNORM))
 add(
     'apertus', 'arcee', 'ApertusForCausalLM', required=dict(qk_norm=True),
-    exports=False,  # its files also need constants
+    exports=False,  # its files also need beta and eps
     fixed=dict(qk_norm=True),
     names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
            'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'})
@@ -1009,7 +1009,7 @@ add('kimi_k2', 'deepseek_v3', exports=False)  # transformers lacks it
 add(
     'olmoe', 'flex_olmo', 'OlmoeForCausalLM', names=BASE.names, fields=same('clip_qkv'),
     fixed=dict(norm_placement='pre'))
-# default families of exports, in order
+# families that exports try, in order
 SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepseek_v3', 'bloom', 'falcon',
           'gpt2', 'qwen3_5_text', 'youtu', 'glm4_moe')
 LAYER_TYPES = {  # our mixer's letter; attention is S with a window, L without
@@ -1064,7 +1064,7 @@ def config_from_hf(c):
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
-        if isinstance(family.fixed.get(ours), bool):  # transformers has no third value
+        if isinstance(family.fixed.get(ours), bool):  # transformers only has True and False
             args[ours] = bool(args[ours])
     wrong = {name: c[name] for name, value in family.required.items() if c.get(name) not in (None, value)}
     names = ' '.join((HARMLESS, family.harmless, *family.fields.values()))
@@ -1161,7 +1161,7 @@ def write_rope(config, c):
             rope['partial_rotary_factor'] = fields['partial_rotary_factor']
     rope = both['full_attention']
     c['rope_parameters'] = both if 'local' in fixed else rope
-    if 'local' not in fixed or c['model_type'] in OLDER_LOCAL:  # transformers 4 reads these instead
+    if 'local' not in fixed or c['model_type'] in OLDER_LOCAL:  # transformers 4 reads these fields
         c.update(rope_theta=config.rope_base, rope_scaling=rope if config.rope_scaling else None)
         outside = 'partial_rotary_factor', 'original_max_position_embeddings'
         c.update({name: rope[name] for name in outside if name in rope})
@@ -1208,8 +1208,8 @@ NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # for 
 
 
 def canonical(config):
-    """{field: value} without fields that have no effect on one document, to compare configs. A new field
-    counts by default."""
+    """{field: value}, to compare configs. Omits fields that have no effect on one document. New
+    fields count by default."""
     layers = range(config.n_layer)
     patterns = {name: letters(config, name) for name, value in vars(config).items()
                 if name.endswith('_pattern') and value}
@@ -1226,7 +1226,7 @@ def canonical(config):
 
 
 def write_config(config, kind):
-    """The nearest config.json of a family. Raises ValueError."""
+    """The family's config.json that is nearest to config. Raises ValueError."""
     family = family_of(kind)
     if not family.exports:
         raise ValueError(f"exporting {kind} models is not supported")
