@@ -29,7 +29,7 @@ from zoo.tokenizer_json import JsonTokenizer, bpe_json, library_tokenizer, to_js
 SILU = dict(mlp='swiglu', window=None, window_pattern=None)
 QWEN = dict(SILU, proj_bias=False)
 GEMMA = dict(proj_bias=False, attn_scale=None)
-ARCHITECTURES = {  # model_type: llama.cpp's name, fields that llama.cpp cannot change
+ARCHITECTURES = {  # model_type: llama.cpp's name, values of fields that llama.cpp fixes
     'qwen3': ('qwen3', QWEN),
     'llama': ('llama', SILU),
     'mistral': ('llama', SILU),
@@ -68,7 +68,7 @@ DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'
 
 
 def names_for(kind, n_layer):
-    """(Family with llama.cpp's layout, function of its names -> llama.cpp's names)."""
+    """(Family in llama.cpp's layout, function that converts its names to llama.cpp's)."""
     import gguf
     arch, _ = ARCHITECTURES[kind]
     family = FAMILIES[kind]
@@ -96,9 +96,9 @@ def rope_keys(config, arch):
 
 @torch.no_grad()
 def save_gguf(model, tokenizer, path, dtype=None, family=None):
-    """Writes a file for llama.cpp. dtype: for matrices; None: the model's; family: a key of ARCHITECTURES;
-    None: the model's or the first that fits. Raises ValueError and writes nothing if llama.cpp does not
-    support the model, or if the file exists."""
+    """Writes a file for llama.cpp. dtype: for matrices; None: the model's. family: a key of
+    ARCHITECTURES; None: the model's, else the first that fits. Raises ValueError and writes nothing
+    if llama.cpp does not support the model, or if the file exists."""
     gguf = package('gguf', *NEED)
     config = model.config
     path = pathlib.Path(path)
@@ -142,7 +142,8 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
 
 @functools.lru_cache(maxsize=1)
 def contents(path):
-    """A file's (keys, {name: Stored}). Reading takes seconds, and the tokenizer needs the keys too."""
+    """A file's (keys, {name: Stored}). Cached: reading takes seconds, and the tokenizer needs the
+    keys too."""
     gguf = package('gguf', *NEED)
     reader = gguf.GGUFReader(path)
     tensors = {one.name: one for one in reader.tensors}
@@ -156,7 +157,7 @@ def contents(path):
 
 
 def read_gguf(path):
-    """hub.read_published for a GGUF file. Raises ValueError if it is unsupported."""
+    """Implements hub.read_published for a GGUF file. Raises ValueError if unsupported."""
     keys, stored = contents(path)
     arch = keys['general.architecture']
     kinds = {theirs: kind for kind, (theirs, _) in reversed(ARCHITECTURES.items())}
@@ -188,7 +189,7 @@ PATTERNS = {  # llama.cpp's name: a pattern that finds words; further lines spli
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
     **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # exports use the last name
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
-    # single digits
+    # splits numbers into digits
     'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
     'default': r"""[\p{P}\$\+<=>\^~\|]+
 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
@@ -232,7 +233,7 @@ def tokenizer_keys(tokenizer, n_vocab):
     return {
         'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': SPLITS[words],
         'tokenizer.ggml.tokens': [*texts], 'tokenizer.ggml.token_type': [*kinds],
-        'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # it must not be empty
+        'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # must not be empty
         'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], **dict(zip(ENDS, stops)),
         'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
         'tokenizer.chat_template': template}
