@@ -28,7 +28,7 @@ if __name__ == '__main__':  # otherwise Python searches zoo/ first
 from configurator import check_values, configure, package, plain
 
 dtype: str | None = None  # dtype of exported weights [in gguf.DTYPES]; q8_0: only for .gguf; None: as stored
-family: str | None = None  # family of an export; None: the model's, or the first that fits
+family: str | None = None  # family of an export; None: the model's family, or the first that fits
 settings = configure(globals(), words=3)
 words = settings.words
 
@@ -107,7 +107,7 @@ def check(parts, stored, model, family, folder):
 def fill(model, parts, stored):
     """Copies stored tensors into the model."""
     for ours, w in model.state_dict().items():
-        # open files again for each tensor, because the pages read from a mapping count as memory
+        # open files again for each tensor, because pages read from mapped files count as memory
         opened = functools.cache(lambda file: file())
         for part in parts[ours]:
             file, name, *_ = stored[part.name]
@@ -142,7 +142,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):
         refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
-        # without another block_size, choose longrope's factors for short texts
+        # unless block_size is given, choose longrope's factors for short texts
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings']} | changes
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
@@ -175,10 +175,10 @@ def tokenizer_files(tokenizer, model):
 
 
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
-    """Writes a folder for transformers. tokenizer: may be None; dtype: None: the model's; family: a key of
-    FAMILIES; None: the model's or the first in SHAPES that fits. Raises ValueError if the family computes
-    something else or the folder is not empty, OSError or SafetensorError if writing fails. An error
-    changes nothing."""
+    """Writes a folder for transformers. tokenizer: may be None. dtype: None: the model's. family: a
+    key of FAMILIES; None: the model's, or the first in SHAPES that fits. Raises ValueError if the
+    family computes something else or the folder is not empty, OSError or SafetensorError if writing
+    fails. Errors leave the folder unchanged."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     family = family or getattr(model, 'family', None)
@@ -217,8 +217,8 @@ SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'token
 
 
 def fetch(name):
-    """A path or an id on the hub -> a path. It only downloads weights if config.json is supported. Raises
-    OSError."""
+    """A path or an id on the hub -> a path. Downloads weights only if config.json is supported.
+    Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
     download = package('huggingface_hub').snapshot_download
@@ -255,7 +255,7 @@ def describe(name, folder):
 
 
 def load_published(name, device, dtype, int8, changes):
-    """sample.load for a published model."""
+    """Implements sample.load for a published model."""
     path = fetch(name)
     model = from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
     facts = {'path': path, 'family': model.family}
