@@ -17,8 +17,8 @@ from model import Embedding, FusedLinear, Linear, hidden_init, parameter
 
 class LoRALinear(nn.Module):
     """A frozen linear layer with a trained update of its weight, scale * lora_b @ lora_a
-    (arXiv:2106.09685). lora_a (rank, n_in) starts random, lora_b (n_out, rank) at zero. The projections of a
-    FusedLinear share lora_a."""
+    (arXiv:2106.09685). lora_a (rank, n_in) starts random, and lora_b (n_out, rank) starts at zero.
+    The projections of a FusedLinear share lora_a."""
 
     def __init__(self, base, rank, scale):
         super().__init__()
@@ -45,7 +45,7 @@ class LoRALinear(nn.Module):
 @torch.no_grad()
 def add_lora(model, rank, alpha, targets):
     """Freezes a GPT and replaces linear layers in its blocks by LoRALinear, with scale alpha / rank. targets:
-    ends of names, such as 'mlp.c_proj'. Raises ValueError if a target names other layers or none."""
+    ends of names, such as 'mlp.c_proj'. Raises ValueError unless all targets name linear layers."""
     modules = dict(model.h.named_modules())
     chosen = set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
@@ -78,7 +78,7 @@ def merge_lora(model):
 
 def start_lora(model, config, loaded):
     """Adds adapters to a model. config: train.py's settings; loaded: sample.load's third result, or {}.
-    Returns a checkpoint's 'lora'. Raises ValueError without a base model, or if out_dir holds it."""
+    Returns a checkpoint's 'lora'. Raises ValueError if the base model is missing or in out_dir."""
     from sample import checksum
     if not loaded:
         raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
@@ -190,8 +190,8 @@ IN_8_BITS = {Linear: Int8Linear, FusedLinear: Int8Linear, Embedding: Int8Embeddi
 
 @torch.no_grad()
 def quantize_weights(model, dtype):
-    """Converts the large weights of a model to int8 with scales of dtype, after which it cannot be trained.
-    c_kv is not converted, because its mixer reads the weight."""
+    """Converts the large weights of a model to int8 with scales of dtype. The model cannot be
+    trained afterwards. c_kv is not converted, because the mixer reads the weight."""
     for name, module in list(model.named_modules()):
         is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 'router', 'shared_gate')
         if is_large and type(module) in IN_8_BITS:
