@@ -1,9 +1,10 @@
 """
-Is the code of model and training still right? Compares a small model of the config's kind with formulas of
-papers (tests/formulas.py), with torch's optimizers, and with itself on another path.
+Is the code of model and training still right? Compares a small model of the config's kind with
+formulas of papers (tests/formulas.py), torch's optimizers, and other ways to compute the same
+results.
 
     python lab/check.py config/llama_small.py
-    python lab/check.py --init_from=out       # a model of this checkpoint's kind
+    python lab/check.py --init_from=out       # a small model of the checkpoint's kind
 
 A check is a function of a small config. It raises AssertionError, or returns None or a remark. If you
 change a formula, change tests/formulas.py too.
@@ -122,7 +123,7 @@ def unknown(names):
 
 
 def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
-    """Raises AssertionError unless all numbers agree within tolerance times the largest, or least."""
+    """Raises AssertionError unless all numbers agree within tolerance * max(expected, least)."""
     found = torch.as_tensor(found)
     expected = torch.as_tensor(expected)
     is_close = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=least)  # False for NaN
@@ -225,7 +226,7 @@ def check_documents(config):
     plain = randomized(dataclasses.replace(config, document_token=None))
     plain.load_state_dict(model.state_dict())
     idx = random_tokens(config, 1, LONG)
-    starts = 0, 64, 69, 70, 100  # 64 is a block of DeltaNet
+    starts = 0, 64, 69, 70, 100  # DeltaNet's blocks have 64 tokens
     idx[0, starts] = 3
     for grad in True, False:
         with torch.set_grad_enabled(grad):
@@ -242,7 +243,7 @@ def check_cache(config):
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
-        """Appends counts of tokens. A list has one count per row."""
+        """Appends tokens, one count after another. A list has one count per row."""
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
@@ -302,7 +303,8 @@ def check_dropout(config):
 
 
 def check_compiling(config):
-    """Compiles one graph for two batches. If it fails, look for .item() and changing Python numbers."""
+    """Compiles one graph for two batches. If it fails, look for .item() and varying Python
+    numbers."""
     model = trainable(config).bfloat16()
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, dynamic=False, backend='eager')
