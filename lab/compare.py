@@ -3,14 +3,16 @@ Which choice is better, and by how much? Trains variants of a run with the same 
 
     python lab/compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
     python lab/compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
-    python lab/compare.py mlp --until=decided      # a list of lab/variants.py
+    python lab/compare.py mlp --until=decided      # the list mlp of lab/variants.py
 
-The first variant is the baseline. A variant is flags for train.py, or a git revision and a colon, or both.
-The default revision, WORK, is the working tree. The code is copied, so you may edit it meanwhile. Flags of
-train.py count for all variants. First run lab/check.py and read docs/research.md.
+The first variant is the baseline. A variant is flags for train.py, or a git revision and a colon,
+or both. The default revision, WORK, is the working tree. The script copies the code, so you may
+edit it meanwhile. Flags of train.py apply to all variants. First run lab/check.py and read
+docs/research.md.
 
-Finished runs in out-compare/ are used again, so you can stop and continue. A hash of code, arguments, seed
-and the data's meta.json names a run's folder: delete it if you change a checkpoint that the run starts from.
+Finished runs in out-compare/ are used again, so you can stop and continue. A hash of code,
+arguments, seed and the data's meta.json names a run's folder: delete the folder if you change a
+checkpoint that the run starts from.
 """
 import os
 import sys
@@ -52,7 +54,7 @@ seeds: int | None = None          # runs per variant; None: 3, or up to 20 with 
 seed = 1337                       # first seed
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
-match: str | None = None          # sets d_ff so that parameters are equal [in ('none', 'params', 'active')]
+match: str | None = None          # sets d_ff for equal sizes [in ('none', 'params', 'active')]
 json: bool | str = False          # True: print JSON too; or a file to append to
 OWN = declared(Path(__file__)).keys()
 FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
@@ -80,7 +82,7 @@ class Variant:
     code: Path         # folder
     digest: str        # hash of the code, then the data's meta.json
     args: list         # without seed and out_dir
-    files: dict        # config file in args -> its text, and those of modules that it imports
+    files: dict        # config file in args -> texts of it and of modules that it imports
     sizes: dict | None  # from measured_line; None: code of a revision, or a loaded model
 
     def folder(self, seed):
@@ -104,7 +106,7 @@ def git(*args, **variables):
 def copy_code(revision, folder):
     """Copies the Python files of a revision or of WORK to a new folder. Returns a hash of the files that runs
     depend on."""
-    if revision == 'WORK':  # a separate index adds new files
+    if revision == 'WORK':  # a separate index includes new files
         git('add', '*.py', GIT_INDEX_FILE=f'{folder}.index')
         revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
     git('archive', f'--output={folder}.zip', revision, '*.py')
@@ -132,7 +134,7 @@ def in_child(function, *args):
 
 
 def line_settings(args, code):
-    """The dataset and init_from of a command line of train.py, and Variant.files. code: its folder."""
+    """dataset, init_from and Variant.files of a command line of train.py. code: its folder."""
     known = declared(code / 'model.py') | declared(code / 'train.py')
     settings = {name: setting.default for name, setting in known.items()}
     for arg in args:
@@ -144,8 +146,8 @@ def line_settings(args, code):
 
 
 def make_variants(texts, base, place):
-    """Makes Variants of texts: name -> additions to base, a command line of train.py. Copies their code to
-    the folder `place`. Raises ValueError or FileNotFoundError."""
+    """Makes Variants. texts: {name: additions to base}; base: a command line of train.py. Copies
+    the code to the folder `place`. Raises ValueError or FileNotFoundError."""
     variants = []
     for name, text in texts.items():
         revision, flags = parse_variant(text)
@@ -158,7 +160,7 @@ def make_variants(texts, base, place):
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
         dataset, init_from, files = in_child(line_settings, args, code)
         if is_bare and init_from != 'scratch':
-            del args[0]  # the checkpoint has them
+            del args[0]  # the checkpoint has these settings
         folder = data_folder(dataset)
         Bins(folder, 'train')
         sizes = in_child(measured_line, args) if revision == 'WORK' else None
@@ -233,7 +235,7 @@ def run_variant(variant, seed):
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
         args.append('--init_from=resume')  # last, because config files may define a mixer
     with open(printed, 'w', encoding='utf-8') as f:
-        process = subprocess.Popen(  # Ctrl-C does not reach its session
+        process = subprocess.Popen(  # Ctrl-C does not reach this session
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -247,9 +249,9 @@ def run_variant(variant, seed):
 
 
 def run_all(variants, seeds, until='', margin=0.0):
-    """Completes all runs, seed by seed. Returns variant's name -> run_variant's dicts. A variant gets no
-    further seed after a failure or, if until='decided', a clear verdict. Raises ValueError if the baseline
-    fails."""
+    """Completes all runs, seed by seed. Returns {variant's name: run_variant's dicts}. A variant
+    gets no further seed after a failure, or, if until='decided', after a clear verdict. Raises
+    ValueError if the baseline fails."""
     runs = {variant.name: [] for variant in variants}
     remaining = [*variants]
     for seed in seeds:
@@ -277,9 +279,9 @@ OPEN = 'one seed', 'no difference seen'  # verdicts that more seeds may change
 
 
 def lasting(n, alpha):
-    """Half of a confidence interval for the mean of n normal differences, in standard deviations. The error
-    probability is at most alpha even if you look after each n: the t statistic of arXiv:2310.03722 with
-    effects mixed at a standard deviation of 5."""
+    """Half of a confidence interval for the mean of n normal differences, in standard deviations.
+    The error probability is at most alpha even if you look after each n: the t statistic of
+    arXiv:2310.03722, for a mixture of effects with a standard deviation of 5."""
     shrink = 5 ** -2 / (n + 5 ** -2)
     bound = (alpha * shrink ** 0.5) ** (-2 / n)
     ratio = (bound - 1) / (1 - bound * shrink) if bound * shrink < 1 else math.inf  # t^2 / (n - 1)
@@ -288,7 +290,7 @@ def lasting(n, alpha):
 
 def paired_difference(losses, baseline, alpha=None, margin=0.0):
     """The mean difference of losses with the same seed, half of its 95% confidence interval or None, and the
-    verdict. alpha: use `lasting`; the verdict may be 'as good'."""
+    verdict. alpha: for `lasting`; the verdict may then be 'as good'."""
     differences = np.subtract(losses, baseline[:len(losses)])
     n = len(differences)
     mean = differences.mean()
@@ -306,7 +308,7 @@ def paired_difference(losses, baseline, alpha=None, margin=0.0):
 
 def comparison(variants, runs, until, margin):
     """The table's rows, without failed variants. If the data differ, it compares bits per byte. until:
-    intervals hold for all variants and numbers of seeds together."""
+    makes intervals hold for all variants together, at any number of seeds."""
     finished = [variant for variant in variants if not runs[variant.name][-1]['error']]
     data = {run['data'] for variant in finished for run in runs[variant.name]}
     column = 'val_loss' if len(data) == 1 else 'val_bpb'
