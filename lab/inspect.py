@@ -22,7 +22,7 @@ from configurator import configure, package
 
 init_from = 'out'    # as in sample.py
 layer = 0            # layer in the picture
-png = ''             # picture of its attention; '': none
+png = ''             # picture of the layer's attention; '': none
 _, model_args, words = configure(globals(), 'GPTConfig', words=1)[:3]
 
 import torch
