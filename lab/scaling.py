@@ -1,6 +1,6 @@
 """
-Fits a law of sizes to comparisons, or measures how much longer the baseline must train to reach a variant's
-loss. Prints the result and draws a picture.
+Fits a scaling law to comparisons, or measures how much longer the baseline must train to reach a
+variant's loss. Prints the result and draws a picture.
 
     python lab/compare.py scaling --json=sizes.jsonl
     python lab/scaling.py sizes.jsonl --predicted=2         # predicts the loss of the 2 largest models
@@ -19,7 +19,7 @@ import math
 
 from configurator import configure, package
 
-predicted = 0          # how many of the largest models are left out of the fit, and predicted
+predicted = 0          # number of the largest models that are predicted, not fitted
 png = 'scaling.png'    # the picture
 words = configure(globals(), words=math.inf).words
 
@@ -35,8 +35,8 @@ def law_loss(law, n, d):
 
 
 def fit_law(n, d, losses):
-    """The law nearest to the losses (runs,). The exponents come from a grid; E, A and B are least squares, at
-    least 0."""
+    """The law nearest to the losses (runs,). The exponents come from a grid. E, A and B minimize
+    the squared error, and are clipped at 0."""
     grid = np.linspace(0.02, 1.2, 60)
     a, b = np.reshape(np.meshgrid(grid, grid), (2, -1, 1))
     terms = np.stack([np.ones((len(a), len(n))), (n / n.mean()) ** -a, (d / d.mean()) ** -b], -1)
@@ -70,9 +70,9 @@ def print_law(rows, predicted):
 
 
 def print_speedups(rows):
-    """Prints how much longer the baseline, the first row, must train for each variant's loss. Assumes that
-    the baseline's loss is linear in the logarithm of its length, without error. Needs two seeds. Returns
-    points (name, parameters, factor, low, high)."""
+    """Prints how much longer the baseline, the first row, must train to reach each variant's loss.
+    Assumes that the baseline's loss is exactly linear in the logarithm of its steps. Needs two
+    seeds. Returns points (name, parameters, factor, low, high)."""
     by_name = {row['variant']: row for row in rows[1:]}
     half, twice = (by_name.pop(name)['difference'] for name in LENGTHS)
     points = []
