@@ -1,6 +1,7 @@
-# Lists for `python lab/compare.py NAME`. Flags on the command line follow a list's flags; a config file there
-# replaces its base. A list needs less than 20 minutes on 2 CPU cores, but classic, tricks, tricks_short,
-# first_run, scaling, few_data, transfer_adamw and transfer_muon need an hour or more.
+# Lists for `python lab/compare.py NAME`. Flags on the command line follow a list's flags; a config
+# file there replaces the list's base. Most lists need less than 20 minutes on 2 CPU cores; classic,
+# tricks, tricks_short, first_run, scaling, few_data, transfer_adamw and transfer_muon need an hour
+# or more.
 # Data: `python prepare.py --tokenizer=byte`, except:
 #   classic                                    python prepare.py shakespeare --tokenizer=char
 #   few_data                                   python prepare.py few.txt --tokenizer=char
@@ -98,7 +99,7 @@ LISTS = {
     'size': dict(base=f'{QUICK} --max_iters=100000 --time_limit=1 --decay_lr=False', variants={
         '4 x 128': '', '2 x 128': '--n_layer=2', '8 x 128': '--n_layer=8', '4 x 64': '--n_embd=64',
         '4 x 192': '--n_embd=192'}),
-    'ladder': dict(base=GPT2, match='params', variants={  # each adds to the previous one
+    'ladder': dict(base=GPT2, match='params', variants={  # each adds to the previous variant
         'GPT-2': '', 'without biases': '--bias=False', 'RoPE': '--bias=False --pos=rope',
         'RMSNorm': '--bias=False --pos=rope --norm=rmsnorm',
         'SwiGLU': '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu', 'GQA, as Llama': LLAMA,
