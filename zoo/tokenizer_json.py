@@ -32,9 +32,9 @@ class JsonTokenizer(Tokenizer):
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
 
     def encode(self, text, allow_special=True, whole=True):
-        """The ids of transformers' tokenizer(text), without an end of text. whole: start with bos."""
+        """The ids of transformers' tokenizer(text), without an end of text. whole: adds bos."""
         library = self.unmarking if allow_special and MARK in text else self.library
-        library.encode_special_tokens = not allow_special  # True: as ordinary text
+        library.encode_special_tokens = not allow_special  # True encodes them as ordinary text
         # encode_batch_fast computes no positions, which halves the time
         encoding, = library.encode_batch_fast([without_surrogates(text)], add_special_tokens=False)
         ids = encoding.ids
@@ -58,7 +58,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def can_cut(self):
-        """Whether texts may be split at a CUT. Llama 2 adds a space to each text, so they may not."""
+        """Whether texts may be split at CUT. Llama 2's may not: it adds a space to each text."""
         parts = 'a', ' b', '\nc'
         return (not any(CUT.search(token.decode(errors='ignore')) for token in self.tokens.values())
                 and self.encode_chat(''.join(parts)) == [i for part in parts for i in self.encode_chat(part)])
@@ -76,14 +76,14 @@ def library_tokenizer(source):
     tok.no_truncation()
     tok.no_padding()
     if kind == 'BPE':
-        tok.model.dropout = None  # it makes ids random
+        tok.model.dropout = None  # dropout makes ids random
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # its threads conflict with our processes
     return tok
 
 
 def token_bytes(vocab, spec):
     """{id: bytes} of a vocabulary. Byte-level vocabularies write one character per byte, except in added
-    tokens. Others write U+2581 for a space, and <0x0A> for a byte."""
+    tokens. Others write U+2581 for a space, and <0x0A> for byte 10."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = byte_chars()
@@ -121,7 +121,7 @@ def json_tokenizer(path):
 
 
 def bpe_json(vocab, merges, patterns, special, byte_level=True):
-    """The text of a tokenizer.json. Each pattern splits the pieces of the previous one."""
+    """The text of a tokenizer.json. Each pattern splits the pieces of the previous pattern."""
     steps = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
              for pattern in patterns]
     level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': False, 'use_regex': False}
@@ -144,8 +144,8 @@ def byte_chars():
 
 
 def to_json(tok):
-    """The text of a tokenizer.json for our tokenizers. tiktoken has no list of merges, so every pair of
-    tokens that form a token is a merge with that token's rank."""
+    """The text of a tokenizer.json for our tokenizers. tiktoken has no list of merges, so each pair
+    of tokens that forms a token becomes a merge with that token's rank."""
     if tok.name == 'json':
         return tok.source
     if tok.name == 'byte':
@@ -159,6 +159,6 @@ def to_json(tok):
         return ''.join(chars[b] for b in token)
     merges = [[text(token[:i]), text(token[i:])] for token in sorted(ranks, key=ranks.get)
               for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-    # the package supports ++, *+ and ?+, but misreads {1,3}+ as a repetition
+    # the tokenizers package supports ++, *+ and ?+, but misreads {1,3}+ as a repetition
     pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', tok.pattern)
     return bpe_json({text(token): i for token, i in ranks.items()}, merges, [pattern], tok.special)
