@@ -1,10 +1,10 @@
-# Instruction tuning: questions and answers about Python's own library, from the base model in out/:
+# Instruction tuning of the base model in out/ on questions and answers about Python's own library:
 #   python prepare.py && python train.py
 #   python prepare.py pydoc_chat && python train.py config/chat.py
 #   python sample.py --out_dir=out-chat --chat
 # The architecture is the base model's. Training all weights reaches a loss of 0.69 on the answers. From an
 # earlier base model it reached 0.64, and adapters (--lora_rank=8 --learning_rate=1e-2) reached only 2.87,
-# because facts need room.
+# because adapters hold few facts.
 init_from = 'out'
 out_dir = 'out-chat'
 dataset = 'pydoc_chat'
@@ -13,7 +13,7 @@ batch_size = 16
 gradient_accumulation_steps = 1
 epochs = 6              # the model must know these answers by heart; use 1 to 3 for other conversations
 optimizer = 'muon'      # as the base model was trained
-learning_rate = 5e-3    # nearly the base model's, which is small; use a tenth for larger models
+learning_rate = 5e-3    # nearly the base model's; larger models need a tenth of it
 weight_decay = 0.0
 warmup_iters = 20
 lr_schedule = 'linear'

@@ -11,13 +11,14 @@ head_dim = 128
 block_size = 1024 if n_layer >= 8 else 256
 
 batch_size = 16
-# the best batch grows as tokens^0.383 (arXiv:2505.13738), tokens as n_layer^3; 524,288 at 12 layers
+# the best batch (524,288 at 12 layers) grows as tokens^0.383 (arXiv:2505.13738); tokens grow as
+# n_layer^3
 gradient_accumulation_steps = 8 * max(1, round(2**16 * (n_layer / 12) ** 1.149 / (batch_size * block_size)))
 tokens_per_param = 20
 optimizer = 'muon'
 learning_rate = 1.0 / n_embd        # best for widths of 64 to 512: docs/results.md
 lr_scales = {'embedding': 12.0}
-weight_decay = 0.1 * (768 / n_embd) ** 2      # as nanochat has it
+weight_decay = 0.1 * (768 / n_embd) ** 2      # as in nanochat
 warmup_iters = 50
 lr_schedule = 'wsd'
 min_lr = 0.0

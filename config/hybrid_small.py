@@ -1,4 +1,5 @@
-# A small Qwen3-Next: two layers of Gated DeltaNet, whose cache does not grow, then one of gated attention.
+# A small Qwen3-Next: two layers of Gated DeltaNet, whose cache has a fixed size, then
+# gated attention.
 #   python prepare.py --tokenizer=byte && python train.py config/hybrid_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-hybrid_small'
@@ -8,7 +9,7 @@ n_head = 4
 n_embd = 256
 block_size = 256
 n_kv_head = 2
-mixer_pattern = 'DDA'   # Qwen3-Next: 'DDDA', over 48 layers
+mixer_pattern = 'DDA'   # Qwen3-Next repeats 'DDDA' over 48 layers
 linear_n_key_head = 2
 linear_n_value_head = 4
 attn_gate = True

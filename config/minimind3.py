@@ -2,7 +2,7 @@
 #   python prepare.py minimind --tokenizer=bpe:6400 && python train.py config/minimind3.py
 #   python prepare.py minimind_sft --tokenizer=data/minimind_bpe6400 --block_size=768
 #   python train.py config/minimind_sft.py
-# MiniMind cuts each text after 340 tokens and pads it; here texts follow each other.
+# MiniMind cuts or pads each text to 340 tokens; here, texts are packed.
 dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind3'
 

@@ -1,4 +1,4 @@
-# A 124M modern decoder in Qwen3's shape, for GPUs:
+# A 124M decoder with Qwen3's architecture, for GPUs:
 #   python prepare.py fineweb_edu --shards=25         (5 GB; or your own text: --dataset=...)
 #   torchrun --standalone --nproc_per_node=8 train.py config/small.py
 dataset = 'fineweb_edu_gpt2'
@@ -8,10 +8,10 @@ n_layer = 12
 n_head = 6              # heads of 128, the fastest for attention kernels
 n_kv_head = 2
 n_embd = 768
-d_ff = 2432             # makes it 124.7M parameters
+d_ff = 2432             # gives 124.7M parameters
 block_size = 1024
 
-batch_size = 16         # fits 24 GB; on larger cards try 32 with 16 steps (64 are more than 2^31 logits)
+batch_size = 16         # fits 24 GB; on larger cards try 32 with 16 steps (64: over 2^31 logits)
 gradient_accumulation_steps = 32  # 524,288 tokens per iteration
 tokens_per_param = 20   # Chinchilla's rule, 2.5B tokens; for a small dataset set --epochs=3
 optimizer = 'muon'
