@@ -374,13 +374,15 @@ class BaseAttention(Mixer):
     def mask_kind(self):
         return self.window, self.has_alibi, self.reach
 
-    def attend(self, q, k, v, context):
-        """q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D)"""
+    def attend(self, q, k, v, context, bias=None):
+        """q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). bias: added to the scores, see Mask.add"""
         if self.config.query_scale:
             q = scale_queries(self, q, context)
         p = self.config.dropout if self.training else 0.0
-        return attend(q, k, v, context, context.masks[self.mask_kind], self.scale, p,
-                      self.config.attn_softcap, self.sink)
+        mask = context.masks[self.mask_kind]
+        if bias is not None:
+            mask = mask.add(bias.type_as(q))
+        return attend(q, k, v, context, mask, self.scale, p, self.config.attn_softcap, self.sink)
 
     def flops(self, length):
         # includes the masked half, as in PaLM (arXiv:2204.02311, appendix B)
@@ -595,9 +597,9 @@ class ForwardContext:
     """What the layers of one forward pass share. This docstring is also the contract of a Mixer.
 
     To add an attention, derive from Attention and override attend(q, k, v, context), in which query head h
-    uses key head h // (H / K). For any other mixer, derive from Mixer and write forward(x, context), which
-    maps (B, T, C) to (B, T, C); no token may depend on later tokens. Give the class a letter in MIXERS. A
-    mixer sets
+    uses key head h // (H / K); super().attend accepts a bias of the scores. For any other mixer, derive from
+    Mixer and write forward(x, context), which maps (B, T, C) to (B, T, C); no token may depend on later
+    tokens. Give the class a letter in MIXERS. A mixer sets
 
     rope_kind   its key in context.ropes, whose value is for rotate(): config.rope_kind, or a tuple like it;
                 None: no rotation
