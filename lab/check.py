@@ -206,7 +206,7 @@ def check_options(config):
     def outcome(config):
         torch.manual_seed(0)
         model = randomized(config).train()
-        loss, aux = model(*torch.randint(8, (2, 2, SHORT)))  # includes a document_token
+        loss, aux = model(*torch.randint(8, (2, 2, LONG)))  # includes a document_token
         return [w.shape for w in model.state_dict().values()], (loss + weighted(aux)).item()
     found = outcome(config)
     for field in dataclasses.fields(config):
