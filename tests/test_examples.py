@@ -179,3 +179,17 @@ def test_canon_is_a_convolution(folder):
         torch.testing.assert_close(layer(x, flat.make_context(net, idx)), y)
         counts = [m.conv.shape[0] for m in net.h[1].modules() if hasattr(m, 'conv')]
         assert sorted(counts) == [32, 32, 64, 2 * net.config.d_ff]
+# the formulas -----------------------------------------------------------------------------------------------
+
+def test_relu_power_equals_its_formula():
+    with imported('relu_power') as found:
+        act = found['ReluPower'](None)
+        for power in 2.0, 0.5:
+            torch.nn.init.constant_(act.power, power)
+            x = torch.tensor([-2.0, 0.0, 0.3, 4.0], requires_grad=True)
+            y = act(x)
+            y.sum().backward()
+            assert y.tolist() == pytest.approx([0, 0, 0.3 ** power, 4 ** power])
+            slope = [0, 0, *(power * n ** (power - 1) for n in (0.3, 4))]
+            assert x.grad.tolist() == pytest.approx(slope)
+            assert act.power.grad.isfinite()
