@@ -1,5 +1,6 @@
 """Runs every file of examples/ as its users do, and compares each idea's formula with a naive loop."""
 import contextlib
+import math
 import re
 import shutil
 import sys
@@ -193,3 +194,36 @@ def test_relu_power_equals_its_formula():
             slope = [0, 0, *(power * n ** (power - 1) for n in (0.3, 4))]
             assert x.grad.tolist() == pytest.approx(slope)
             assert act.power.grad.isfinite()
+
+
+def layer(letter, idx, **options):
+    """Runs a random model. Returns its last mixer, the queries, keys and values of the first row, each
+    (heads, T, 8), and what c_proj projects, (T, 32)."""
+    import model as flat
+    torch.manual_seed(0)
+    model = flat.GPT(flat.GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=16, vocab_size=9,
+                                    mixer_pattern=letter, **options)).eval()
+    for w in model.parameters():
+        torch.nn.init.normal_(w, std=0.5)
+    mixer = model.h[1].attn
+    seen = []
+    mixer.register_forward_pre_hook(lambda _, args: seen.append(mixer.qkv(*args)))
+    mixer.c_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(idx)
+    (q, k, v), y = seen[:2]
+    return mixer, *(part[0].double() for part in (q, k, v, y))
+
+
+@torch.no_grad()
+def test_differential_attention_equals_its_formula():
+    with imported('differential_attention'):
+        mixer, q, k, v, y = layer('F', torch.arange(9)[None])
+    a, b, c, d = mixer.lambdas.double()
+    start = 0.8 - 0.6 * math.exp(-0.3)
+    factor = (a * b).sum().exp() - (c * d).sum().exp() + start
+    for h in range(2):
+        for i in range(9):
+            first, second = (torch.softmax(k[j, :i + 1] @ q[h + 2 * j, i] / 8 ** 0.5, 0) for j in range(2))
+            o = torch.cat([(first - factor * second) @ v[j, :i + 1] for j in range(2)])
+            o = o / (o.square().mean() + 1e-6).sqrt() * mixer.head_norm.weight * (1 - start)
+            assert torch.allclose(y[i, 16 * h:16 * h + 16], o, atol=1e-4)
