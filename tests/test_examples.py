@@ -1,5 +1,6 @@
 """Runs every file of examples/ as its users do, and compares each idea's formula with a naive loop."""
 import contextlib
+import dataclasses
 import math
 import re
 import shutil
@@ -227,3 +228,32 @@ def test_differential_attention_equals_its_formula():
             o = torch.cat([(first - factor * second) @ v[j, :i + 1] for j in range(2)])
             o = o / (o.square().mean() + 1e-6).sqrt() * mixer.head_norm.weight * (1 - start)
             assert torch.allclose(y[i, 16 * h:16 * h + 16], o, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('start', [0, 2])
+def test_moba_equals_its_formula(start):
+    idx = torch.randint(1, 9, (1, 15), generator=torch.Generator().manual_seed(0))
+    idx[0, start] = 0
+    with imported('moba') as found:
+        found.update(BLOCK=3, TOP_K=2)
+        _, q, k, v, y = layer('O', idx, document_token=0 if start else None)
+    for h in range(4):
+        for i in range(start, 15):
+            blocks = [[*range(first, min(first + 3, i + 1))] for first in range(start, i + 1, 3)]
+            best = sorted(blocks[:-1], key=lambda block: k[h // 2, block].mean(0) @ q[h, i])[-1:]
+            keys = sum(best, blocks[-1])
+            o = torch.softmax(k[h // 2, keys] @ q[h, i] / 8 ** 0.5, 0) @ v[h // 2, keys]
+            assert torch.allclose(y[i, 8 * h:8 * h + 8], o, atol=1e-4)
+
+
+def test_moba_with_small_blocks_passes_the_checks():
+    with imported('moba') as found:
+        found.update(BLOCK=3, TOP_K=2)
+        from lab import check
+        config = check.tiny_config(check.GPTConfig(n_layer=2, n_kv_head=3, mixer_pattern='O'))
+        torch.manual_seed(0)
+        check.check_cache(config)
+        check.check_gradients(config)
+        check.check_documents(config)
+        check.check_cache(dataclasses.replace(config, document_token=3))
