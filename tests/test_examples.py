@@ -257,3 +257,17 @@ def test_moba_with_small_blocks_passes_the_checks():
         check.check_gradients(config)
         check.check_documents(config)
         check.check_cache(dataclasses.replace(config, document_token=3))
+
+
+@torch.no_grad()
+def test_fire_equals_its_formula():
+    with imported('fire'):
+        mixer, q, k, v, y = layer('I', torch.arange(9)[None], pos='none')
+    c, L = mixer.log_c.exp().item(), mixer.log_L.exp().item()
+    w_1, b_1, w_2 = (w.double() for w in (mixer.w_1, mixer.b_1, mixer.w_2))
+    for h in range(4):
+        for i in range(9):
+            x = [math.log(c * (i - j) + 1) / math.log(c * max(L, i) + 1) for j in range(i + 1)]
+            b = torch.stack([w_2[h] @ (n * w_1 + b_1).clamp(min=0) for n in x])
+            o = torch.softmax(k[h // 2, :i + 1] @ q[h, i] / 8 ** 0.5 + b, 0) @ v[h // 2, :i + 1]
+            assert torch.allclose(y[i, 8 * h:8 * h + 8], o, atol=1e-4)
