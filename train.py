@@ -410,8 +410,9 @@ def load_optimizers(model, optimizers, states):
         w = weights[key]
         for name, value in state.items():
             if torch.is_tensor(value) and value.ndim:
-                value = value[:len(w)]  # block_size may be smaller now
-                if value.shape != w.shape:
+                like = owners[w].state[w].get(name, w)  # a state of another shape exists from the start
+                value = value[:len(like)]  # block_size may be smaller now
+                if value.shape != like.shape:
                     raise ValueError(f"the checkpoint's {name} {tuple(value.shape)} does not fit a parameter "
                                      f"{tuple(w.shape)}: resume with the code that trained it")
                 if is_sharded(w):
