@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import common
+import numpy as np
 import pytest
 import torch
 
@@ -111,7 +112,7 @@ def test_an_examples_flops_are_counted(name, folder):
         assert 3 * counter.get_total_flops() == pytest.approx(ours, rel=0.1)
 
 
-STANDARD = {'label_smoothing'}  # the trained model is a usual one
+STANDARD = {'label_smoothing', 'soap'}  # the trained model is a usual one
 
 
 @pytest.mark.parametrize('name', EXAMPLES)
@@ -271,3 +272,27 @@ def test_fire_equals_its_formula():
             b = torch.stack([w_2[h] @ (n * w_1 + b_1).clamp(min=0) for n in x])
             o = torch.softmax(k[h // 2, :i + 1] @ q[h, i] / 8 ** 0.5 + b, 0) @ v[h // 2, :i + 1]
             assert torch.allclose(y[i, 8 * h:8 * h + 8], o, atol=1e-4)
+def test_soap():
+    """Both projections of a fused matrix, next to algorithm 3 in NumPy."""
+    grads = np.random.default_rng(0).normal(size=(6, 16, 8))
+    w = torch.nn.Parameter(torch.ones(16, 8, dtype=torch.float64))
+    with imported('soap') as found:
+        found['FREQUENCY'] = 2
+        soap = found['Soap']([{'params': [w], 'weight_decay': 0.5}], 0.1, {w: (8, 8)})
+        for grad in grads:
+            w.grad = torch.from_numpy(grad)
+            soap.step()
+    for half in slice(8), slice(8, 16):
+        W, L, R, M, V, QL, QR = np.ones((8, 8)), 0, 0, 0, 0, 0, 0
+        for t, G in enumerate(grads[:, half]):
+            if t:
+                M = 0.95 * M + 0.05 * G
+                V = 0.95 * V + 0.05 * (QL.T @ G @ QR) ** 2
+                corrected = QL.T @ M @ QR / (1 - 0.95 ** t) / np.sqrt(V / (1 - 0.95 ** t))
+                W = W - 0.1 * (QL @ corrected @ QR.T) - 0.1 * 0.5 * W
+            L, R = 0.95 * L + 0.05 * G @ G.T, 0.95 * R + 0.05 * G.T @ G
+            if t == 0:
+                QL, QR = (np.linalg.eigh(P)[1][:, ::-1] for P in (L, R))
+            elif t % 2 == 0:
+                QL, QR = np.linalg.qr(L @ QL)[0], np.linalg.qr(R @ QR)[0]
+        np.testing.assert_allclose(w.detach()[half], W, rtol=1e-5)
