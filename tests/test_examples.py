@@ -148,7 +148,8 @@ def test_yoco_attends_to_the_middle_layers_keys(folder):
         net, idx = randomized(flat, mixer_pattern='Y')
         inputs = {}
         for layer, block in enumerate(net.h):
-            block.attn.register_forward_hook(lambda _, args, y, layer=layer: inputs.update({layer: (args[0], y)}))
+            block.attn.register_forward_hook(
+                lambda _, args, y, layer=layer: inputs.update({layer: (args[0], y)}))
         net(idx)
         rope = flat.rope_table(net.config.rope_kind, torch.arange(24)[None], 32)
         for layer, source in (1, 1), (3, 2):
