@@ -297,3 +297,29 @@ def test_soap():
             elif t % 2 == 0:
                 QL, QR = np.linalg.qr(L @ QL)[0], np.linalg.qr(R @ QR)[0]
         np.testing.assert_allclose(w.detach()[half], W, rtol=1e-5)
+
+
+def test_engram_reads_the_rows_of_the_last_tokens(folder):
+    """By Python's integers, for each token; a document starts at 0 and at 7."""
+    with imported('engram') as found, torch.no_grad():
+        import model as flat
+        net, idx = randomized(flat, document_token=60)
+        idx = idx.clamp(max=59)
+        idx[:, 7] = 60
+        layer = net.h[1].engram
+        rows = layer.rows(flat.make_context(net, idx))
+        a, b, c = found['MULTIPLIERS']
+        for row in 0, 1:
+            for t in range(24):
+                start = 0 if t < 7 else 7
+                x, y, z = (int(idx[row, t - i]) + 1 if t - i >= start else 0 for i in range(3))
+                pair, triple = x * a ^ y * b, x * a ^ y * b ^ z * c
+                assert rows[row, t].tolist() == [pair % 4093, 4093 + pair % 4091, 8184 + triple % 4079,
+                                                 12263 + triple % 4073]
+        x = torch.randn(2, 24, 32)
+        memory = layer.table.weight[rows].flatten(2)
+        k = torch.nn.functional.rms_norm(memory @ layer.c_k.weight.T, (32,), layer.k_norm.weight, 1e-6)
+        h = torch.nn.functional.rms_norm(x, (32,), layer.x_norm.weight, 1e-6)
+        gate = torch.sigmoid((h * k).sum(-1) / 32 ** 0.5)
+        torch.testing.assert_close(layer(x, flat.make_context(net, idx)),
+                                   gate[..., None] * (memory @ layer.c_proj.weight.T))
