@@ -5,9 +5,9 @@ preconditioners. AdamW optimizes the other parameters.
     python train.py examples/soap.py
     python train.py config/llama_small.py examples/soap.py --learning_rate=3e-3
 
-The optimizer is an entry of OPTIMIZERS. It preconditions each projection of a fused matrix separately. All of
-its state exists from the start, because a preconditioner does not have the shape of its parameter. As in the
-authors' code, Adam's bias is corrected, and the first gradient only starts the preconditioners.
+The optimizer is an entry of OPTIMIZERS. It preconditions each projection of a fused matrix separately. All
+of its state exists from the start, because a preconditioner does not have the shape of its parameter. As in
+the authors' code, Adam's bias is corrected, and the first gradient only starts the preconditioners.
 """
 import math
 

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import sys
+import types
 
 import common
 import numpy as np
@@ -112,7 +113,8 @@ def test_an_examples_flops_are_counted(name, folder):
         assert 3 * counter.get_total_flops() == pytest.approx(ours, rel=0.1)
 
 
-STANDARD = {'label_smoothing', 'soap'}  # the trained model is a usual one
+# the trained model is a usual one
+STANDARD = {'growing_length', 'label_smoothing', 'soap', 'typical_sampling', 'weight_mean'}
 
 
 @pytest.mark.parametrize('name', EXAMPLES)
@@ -323,3 +325,52 @@ def test_engram_reads_the_rows_of_the_last_tokens(folder):
         gate = torch.sigmoid((h * k).sum(-1) / 32 ** 0.5)
         torch.testing.assert_close(layer(x, flat.make_context(net, idx)),
                                    gate[..., None] * (memory @ layer.c_proj.weight.T))
+def test_weight_mean(folder):
+    """A checkpoint has the mean of the weights of a usual run, and these weights in the optimizer's state."""
+    usual = [train('typical_sampling', '--decay_lr=False', f'--max_iters={n}')['model'] for n in (1, 2, 3, 4)]
+    found = train('weight_mean', '--decay_lr=False', '--max_iters=4')
+    with imported('weight_mean') as names:
+        shares = torch.tensor([names['DECAY'] ** (4 - i) for i in (1, 2, 3, 4)], dtype=torch.float64)
+    for name, state in found['optimizer'].items():
+        assert torch.equal(state['mean'], usual[-1][name])
+        weights = torch.stack([state[name] for state in usual], -1).double()
+        mean = (weights * shares / shares.sum()).sum(-1)
+        torch.testing.assert_close(found['model'][name].double(), mean, rtol=1e-4, atol=1e-6)
+
+
+def test_growing_length(folder):
+    """Pieces have adjacent tokens, and an epoch has each position once."""
+    np.arange(16 * 36 + 1).astype('<u2').tofile('data/toy/train.bin')
+    with imported('growing_length') as found:
+        import prepare
+        config = {'seed': 0, 'batch_size': 3, 'gradient_accumulation_steps': 2, 'max_iters': 6,
+                  'lr_decay_iters': None}
+        run = types.SimpleNamespace(
+            config=config, iter_num=0, machine=types.SimpleNamespace(device='cpu'),
+            model=types.SimpleNamespace(config=types.SimpleNamespace(block_size=16)))
+        batches = [*found['read_batches'](run, prepare.Bins('data/toy', 'train'))]
+    for batch, pieces in zip(batches, [4, 4, 2, 2, 1, 1]):
+        for inputs, targets, _ in batch:
+            assert inputs.shape == targets.shape == (3 * pieces, 16 // pieces)
+            assert torch.equal(inputs, inputs[:, :1] + torch.arange(16 // pieces))
+            assert torch.equal(targets, inputs + 1)
+    read = torch.cat([inputs.flatten() for batch in batches for inputs, *_ in batch])
+    assert torch.equal(read.sort().values, torch.arange(16 * 36))
+
+
+def test_typical_sampling():
+    """How often tokens are drawn, next to a loop over the tokens nearest to the entropy."""
+    u = (torch.arange(4000) + 0.5) / 4000
+    with imported('typical_sampling') as found:
+        found['MASS'] = 0.7
+        for logits in torch.randn(8, 6, generator=torch.Generator().manual_seed(0)) * 2:
+            p = np.exp(logits.double().numpy() / 0.8)
+            p /= p.sum()
+            entropy = -sum(p * np.log(p))
+            kept = []
+            for token in sorted(range(6), key=lambda i: abs(entropy + np.log(p[i]))):
+                if p[kept].sum() < 0.7:
+                    kept.append(token)
+            drawn = found['sample_token'](logits.expand(4000, 6), u, temperature=0.8)
+            share = [p[i] / p[kept].sum() if i in kept else 0 for i in range(6)]
+            np.testing.assert_allclose(drawn.bincount(minlength=6) / 4000, share, atol=1e-3)

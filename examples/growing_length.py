@@ -1,0 +1,33 @@
+"""
+Training on short sequences first (staged training in Shortformer, arXiv:2012.15832; GrowLength,
+arXiv:2310.00576).
+
+    python train.py examples/growing_length.py
+    python sample.py --start=def
+
+Each sequence of block_size tokens is cut into pieces, which become sequences of their own. The run has
+stages of equal length, and each stage has its number of pieces. A batch has the tokens that it would have
+without this file. So the number of tokens per update is constant, each position of the data is read once
+per epoch, and runs resume and use several ranks as usual. The printed mfu is too high for pieces, because
+it assumes block_size.
+"""
+from train import read_batches as read_whole_batches
+
+PIECES = (4, 2, 1)  # per sequence, in each stage; the last should be 1
+
+
+def n_pieces(it, config):
+    """The number of pieces in iteration `it`. The stages end with the decay of the learning rate."""
+    end = config['lr_decay_iters'] or config['max_iters']
+    return PIECES[min(it * len(PIECES) // end, len(PIECES) - 1)]
+
+
+def read_batches(run, bins):
+    """Yields micro-batches as train.py does, but with sequences of block_size / n_pieces tokens."""
+    block_size = run.model.config.block_size
+    if any(block_size % n for n in PIECES):
+        raise ValueError(f"block_size={block_size} must be a multiple of each of PIECES={PIECES}: change one")
+    for it, batch in enumerate(read_whole_batches(run, bins), run.iter_num):
+        length = block_size // n_pieces(it, run.config)
+        yield [(inputs.reshape(-1, length), targets.reshape(-1, length), weight)  # (B, T) -> (n B, T / n)
+               for inputs, targets, weight in batch]

@@ -1,0 +1,32 @@
+"""
+Locally typical sampling (arXiv:2202.00666, equation 10). It keeps the tokens with an information -log p
+nearest to the entropy of the distribution, until their total probability is MASS.
+
+    python sample.py examples/typical_sampling.py --top_k=None --temperature=1 --start=def
+
+The file replaces sample_token of sample.py, and changes nothing in train.py. The distribution is that of
+the temperature; the other limits of sample_token and the repetition penalty follow. Greedy sampling is
+unchanged.
+"""
+from sample import sample_token as draw_token
+
+MASS = 0.95  # tau of the paper
+
+
+def typical_logits(logits):
+    """Logits (..., V), with -inf for tokens outside of the typical set."""
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp()
+    entropy = -(p * log_p).nan_to_num().sum(-1, keepdim=True)  # 0 * -inf counts as 0
+    order = (entropy + log_p).abs().argsort(-1)                # nearest first
+    p = p.gather(-1, order)
+    is_outside = p.cumsum(-1) - p >= MASS                      # MASS is reached before this token
+    return logits.masked_fill(is_outside.gather(-1, order.argsort(-1)), -float('inf'))
+
+
+def sample_token(logits, u, temperature=0.8, **options):
+    """Draws a token from the typical set of logits (..., V), as sample_token of sample.py does from all."""
+    if temperature == 0:
+        return draw_token(logits, u, temperature=0, **options)
+    logits = typical_logits(logits.to(u.device).float() / temperature)
+    return draw_token(logits, u, temperature=1, **options)
