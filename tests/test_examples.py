@@ -374,3 +374,51 @@ def test_typical_sampling():
             drawn = found['sample_token'](logits.expand(4000, 6), u, temperature=0.8)
             share = [p[i] / p[kept].sum() if i in kept else 0 for i in range(6)]
             np.testing.assert_allclose(drawn.bincount(minlength=6) / 4000, share, atol=1e-3)
+# formulas ---------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def built(name, **fields):
+    """Yields the example's names, and a model in float64 whose parameters are all random."""
+    with imported(name) as found:
+        import model as flat
+        fields = {'n_embd': 16, 'n_head': 2, 'block_size': 8, 'vocab_size': 11} | fields
+        model = flat.GPT(flat.GPTConfig(**fields)).eval().double()
+        for w in model.parameters():
+            torch.nn.init.normal_(w, std=0.5)
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(torch.Tensor, 'float', torch.Tensor.double)
+            yield found, model, flat.make_context(model, torch.arange(8)[None])
+
+
+def test_attention_residuals_are_softmax_weighted_sums_of_all_outputs():
+    with built('attention_residuals', n_layer=3, norm_eps=1e-5) as (_, model, context):
+        outputs = [model.embed(context)[0]]                                          # each (T, C)
+
+        def mixed(query):
+            mix = torch.zeros(8, 16).double()
+            for t in range(8):
+                keys = [v[t] / (v[t].square().mean() + 1e-5).sqrt() for v in outputs]
+                weights = [(query @ key).exp() for key in keys]
+                for weight, v in zip(weights, outputs):
+                    mix[t] += weight / sum(weights) * v[t]
+            return mix
+        for block in model.h:
+            x = outputs[0] if block is model.h[0] else mixed(block.attn_query)
+            outputs.append(block.attn(block.ln_1(x)[None], context)[0])
+            outputs.append(block.mlp(block.ln_2(mixed(block.mlp_query))))
+        expected = model.head(mixed(model.h[-1].last_query)[None])
+        torch.testing.assert_close(model(context.idx), expected)
+
+
+def test_looped_repeats_the_core_with_the_preludes_output():
+    with built('looped', n_layer=4) as (found, model, context):
+        assert [i for i, _ in model.schedule] == [0, *found['REPETITIONS'] * [1, 2], 3]
+        prelude, first, second, coda = ((lambda x, block=block: block(x, context)) for block in model.h)
+        adapter = model.h[1].c_adapter.weight
+        e = prelude(model.embed(context))
+        state = torch.zeros_like(e)
+        standard = type(model.h[1]).__bases__[0]
+        for _ in range(found['REPETITIONS']):
+            x = state @ adapter[:, :16].mT + e @ adapter[:, 16:].mT
+            state = second(standard.forward(model.h[1], x, context))
+        torch.testing.assert_close(model(context.idx), model.head(coda(state)))
