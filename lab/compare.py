@@ -54,7 +54,7 @@ seeds: int | None = None          # runs per variant; None: 3, or up to 20 with 
 seed = 1337                       # first seed
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
-match: str | None = None          # sets d_ff for equal sizes [in ('none', 'params', 'active')]
+match: str | None = None          # sets d_ff for equal sizes [in ('none', 'params', 'active', 'inner_params')]
 json: bool | str = False          # True: print JSON too; or a file to append to
 OWN = declared(Path(__file__)).keys()
 FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
@@ -187,8 +187,8 @@ def measured_line(args):
 
 
 def match_size(variant, target, kind):
-    """Sets d_ff or d_expert so that the variant has `target` parameters within 1%. kind: 'params' or
-    'active', what to count. Raises ValueError if no width fits."""
+    """Sets d_ff or d_expert so that the variant has `target` parameters within 1%. kind: 'params',
+    'active' or 'inner_params', what to count. Raises ValueError if no width fits."""
     name = variant.sizes['name']
     was = variant.sizes['width']
 
@@ -380,7 +380,7 @@ def compare(config, args, name=None):
     print0(f"{len(texts)} variants of train.py {shlex.join(args)}")
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = make_variants(texts, args, Path(place))
-        if match in ('params', 'active'):
+        if match not in (None, 'none'):
             for variant in variants[1:]:
                 match_size(variant, variants[0].sizes[match], match)
         runs = run_all(variants, seeds, until, config['margin'])

@@ -1,7 +1,7 @@
 # Lists for `python lab/compare.py NAME`. Flags on the command line follow a list's flags; a config
 # file there replaces the list's base. Most lists need less than 20 minutes on 2 CPU cores; classic,
-# tricks, tricks_short, first_run, scaling, few_data, transfer_adamw and transfer_muon need an hour
-# or more.
+# examples, tricks, tricks_short, first_run, scaling, few_data, transfer_adamw and transfer_muon need
+# an hour or more.
 # Data: `python prepare.py --tokenizer=byte`, except:
 #   classic                                    python prepare.py shakespeare --tokenizer=char
 #   few_data                                   python prepare.py few.txt --tokenizer=char
@@ -146,4 +146,13 @@ LISTS = {
         'speed: ALiBi LayerNorm GELU MQA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=1',
         'simple: ALiBi LayerNorm GELU MHA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=4',
         'length: ALiBi RMSNorm SwiGLU GQA': '--pos=alibi'}),
+    # the parameters of embeddings, as in engram, are not counted
+    'examples': dict(base=QUICK, match='inner_params', variants={
+        'base': '', 'half as long': '--max_iters=150', 'twice as long': '--max_iters=600',
+        'soap': 'examples/soap.py --learning_rate=3e-3', 'constant rate': '--decay_lr=False',
+        'weight_mean, constant rate': 'examples/weight_mean.py --decay_lr=False',
+        **{name: f'examples/{name}.py' for name in (
+            'attention_residuals', 'canon', 'differential_attention', 'engram', 'fire', 'growing_length',
+            'hyper_connections', 'label_smoothing', 'looped', 'mhc', 'moba', 'relu_power', 'value_residual',
+            'weight_mean', 'yoco')}}),
 }
