@@ -14,7 +14,7 @@ import torch
 
 EXAMPLES = {path.stem: str(path) for path in sorted((common.ROOT / 'examples').glob('*.py'))}
 SMALL = [*common.TOY, '--n_layer=4', '--n_head=4', '--max_iters=10', '--eval_interval=5']
-OURS = {'zoo', 'lab', 'formulas', *(path.stem for path in common.ROOT.glob('*.py'))}
+OURS = {'zoo', 'lab', 'formulas', *EXAMPLES, *(path.stem for path in common.ROOT.glob('*.py'))}
 
 
 @contextlib.contextmanager
@@ -422,3 +422,63 @@ def test_looped_repeats_the_core_with_the_preludes_output():
             x = state @ adapter[:, :16].mT + e @ adapter[:, 16:].mT
             state = second(standard.forward(model.h[1], x, context))
         torch.testing.assert_close(model(context.idx), model.head(coda(state)))
+
+
+@pytest.mark.parametrize('name', ['hyper_connections', 'mhc'])
+def test_streams_are_read_written_and_mixed_by_the_papers_formulas(name):
+    with built(name, n_layer=2, norm_eps=1e-5) as (found, model, context):
+        N = found['N']
+        streams = [[x] * N for x in model.embed(context)[0]]                         # T lists of N x (C,)
+
+        def unit(x):
+            return x / (x.square().mean() + 1e-5).sqrt()
+
+        def weights_of_hc(part, H):
+            A_m, A_r, B = torch.zeros(N, 1).double(), torch.zeros(N, N).double(), torch.zeros(N).double()
+            s_alpha, s_beta = part.scales
+            for i in range(N):
+                change = (part.dynamic.weight @ (part.norm.weight * unit(H[i]))).tanh()
+                A_m[i] = part.static[i, 0] + s_alpha * change[0]
+                A_r[i] = part.static[i, 1:-1] + s_alpha * change[1:-1]
+                B[i] = part.static[i, -1] + s_beta * change[-1]
+            return A_m[:, 0], B, A_r.mT
+
+        def weights_of_mhc(part, H):
+            logits = part.phi.weight @ unit(torch.cat(H))
+            logits = torch.cat([part.alpha[0] * logits[:N], part.alpha[1] * logits[N:2 * N],
+                                part.alpha[2] * logits[2 * N:]]) + part.static
+            res = logits[2 * N:].view(N, N).exp()
+            for _ in range(found['ITERATIONS']):
+                res = res / res.sum(0)
+                res = res / res.sum(1)[:, None]
+            return logits[:N].sigmoid(), 2 * logits[N:2 * N].sigmoid(), res
+
+        for block in model.h:
+            for part, norm, function in ((block.hyper_attn, block.ln_1, block.attn),
+                                         (block.hyper_mlp, block.ln_2, block.mlp)):
+                weights = [(weights_of_mhc if name == 'mhc' else weights_of_hc)(part, H) for H in streams]
+                x = torch.stack([sum(pre[i] * H[i] for i in range(N))
+                                 for (pre, _, _), H in zip(weights, streams)])
+                y = function(norm(x)[None], context)[0]
+                streams = [[post[i] * y[t] + sum(res[i, j] * H[j] for j in range(N)) for i in range(N)]
+                           for t, ((_, post, res), H) in enumerate(zip(weights, streams))]
+        expected = model.head(torch.stack([sum(H) for H in streams])[None])
+        torch.testing.assert_close(model(context.idx), expected)
+
+
+@pytest.mark.parametrize('name', ['hyper_connections', 'mhc'])
+def test_streams_start_as_the_usual_network(name):
+    fields = dict(n_layer=3, n_embd=16, n_head=2, block_size=8, vocab_size=11, norm_eps=1e-12)
+    idx = torch.arange(8)[None]
+    with imported(name):
+        import model as flat
+        model = flat.GPT(flat.GPTConfig(**fields)).double()
+        for name, w in model.named_parameters():
+            if 'hyper' not in name:
+                torch.nn.init.normal_(w, std=0.5)
+        logits = model(idx)
+        state = {name: w for name, w in model.state_dict().items() if 'hyper' not in name}
+    import model as flat
+    usual = flat.GPT(flat.GPTConfig(**fields)).double()
+    usual.load_state_dict(state)
+    torch.testing.assert_close(usual(idx), logits, atol=1e-4, rtol=1e-4)
