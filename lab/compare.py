@@ -126,7 +126,7 @@ def parse_variant(text):
 def in_child(function, *args):
     """Calls a function in a copy of this process, because config files may change our modules. Raises
     ValueError."""
-    with multiprocessing.Pool(1) as pool:
+    with multiprocessing.Pool(1, signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:
         try:
             return pool.apply(function, args)
         except (ValueError, OSError) as error:
@@ -173,7 +173,7 @@ def measured_line(args):
     with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
         config = settings.config
-    use_parts(settings, vars(train))
+        use_parts(settings, vars(train))
     check_values(settings, config, vars(train))
     if config['init_from'] != 'scratch':
         return None
