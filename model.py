@@ -1,5 +1,5 @@
 """
-The modern decoder-only language model, in four parts to be read in order.
+A modern decoder-only language model, in four parts.
 
     I    the decoder, a whole Qwen3: settings, linear layers, norm, rotation, attention, MLP, block, GPT
     II   cache, masks, attention kernels
@@ -35,9 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model. A pattern has one letter per layer and is repeated. If an annotation
-    names a table, its keys are the choices. configurator.py explains the rules in brackets. Raises a
-    ValueError that names all problems."""
+    """Everything that defines a model. A pattern has one letter per layer and repeats. If an
+    annotation names a table, the keys of the table are the choices. configurator.py explains the
+    rules in brackets. Raises a ValueError that lists all problems."""
     # a Qwen3
     block_size: int = 1024           # maximum sequence length [changeable]
     vocab_size: int = 50304          # GPT-2's 50257, rounded up
@@ -46,36 +46,40 @@ class GPTConfig:
     n_kv_head: int | None = None     # key/value heads (arXiv:2305.13245); None: n_head; 1: multi-query
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head [if not kv_lora_rank]
-    d_ff: int | None = None          # MLP width; None: 4 n_embd, or if gated 8/3 n_embd, rounded up
-    mlp: 'ACTIVATIONS' = 'swiglu'    # swiglu, geglu, gelu, relu2, ...: ACTIVATIONS
+    d_ff: int | None = None          # MLP width; None: 4 n_embd, or 8/3 n_embd rounded up if gated
+    mlp: 'ACTIVATIONS' = 'swiglu'    # swiglu, geglu, gelu, relu2, ...: see ACTIVATIONS
     norm_eps: float = 1e-6           # added to the mean square
     rope_base: float = 10000.0       # pair i rotates by position * base^(-2i / dimensions) [if pos == 'rope']
     qk_norm: bool | Literal['whole', 'rotated', 'unit'] | None = None  # norm on queries and keys: True (per
                                      # head, Qwen3); whole (all heads at once, OLMo 2); rotated (after the
-                                     # rotation, Hunyuan); unit (rotated, without weights, Llama 4);
-                                     # None: True, in MLA False
+                                     # rotation, Hunyuan); unit (as rotated, but without weights,
+                                     # Llama 4); None: True, or False in MLA
     tie_word_embeddings: bool = True  # the head uses the embedding's weights (arXiv:1608.05859)
-    dropout: float = 0.0             # on embedding, attention weights, branches [< 1] [changeable] [random]
+    dropout: float = 0.0             # on embedding, attention weights, residual branches
+                                     # [< 1] [changeable] [random]
     # positions
-    pos: Literal['rope', 'alibi', 'learned', 'sinusoidal', 'none'] = 'rope'  # arXiv:2104.09864, 2108.12409,
-                                     # GPT-2, arXiv:1706.03762
-    pos_pattern: Literal['P', 'N'] = 'P'  # P: positions, N: none (SmolLM3: 'PPPN')
+    pos: Literal['rope', 'alibi', 'learned', 'sinusoidal', 'none'] = 'rope'  # encoding:
+                                     # rope (arXiv:2104.09864), alibi (arXiv:2108.12409),
+                                     # learned (GPT-2), sinusoidal (arXiv:1706.03762)
+    pos_pattern: Literal['P', 'N'] = 'P'  # P: with, N: without positions (SmolLM3: 'PPPN')
                                      # [if pos in ('rope', 'alibi')]
-    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...
+    rope_scaling: dict | None = None  # such as {'rope_type': 'yarn', 'factor': 4.0}
                                      # [changeable] [if pos == 'rope']
-    partial_rotary_factor: float = 1.0  # share of each head that rotates (GPT-J) [if pos == 'rope']
+    partial_rotary_factor: float = 1.0  # share of a head that rotates (GPT-J) [if pos == 'rope']
     alibi_scale: float = 1.0         # factor on ALiBi's slopes (Falcon) [if pos == 'alibi']
     document_token: int | None = None  # starts a document; tokens see only their document [changeable]
-    # mixers: what mixes tokens in a block
+    # mixers: layers that mix tokens
     mixer_pattern: 'MIXERS | None' = None  # A attention, M latent attention, D Gated DeltaNet, C short
                                      # convolution, B Mamba-2, K Kimi Delta Attention (Qwen3-Next: 'DDDA');
                                      # None: A, or M with kv_lora_rank
     # windows of attention
-    window: int | None = None        # tokens that S layers see, with the current one [if window_pattern]
+    window: int | None = None        # tokens that S layers see, including the current token
+                                     # [if window_pattern]
     window_pattern: Literal['S', 'L', 'C', 'G'] | None = None  # S: sliding window, L: all tokens (Gemma 2:
                                      # 'SL'), C: only the current chunk of `window` tokens (Llama 4),
-                                     # G: S plus global tokens (arXiv:2004.05150)
-    window_global: int = 1           # first tokens that G layers see [if 'G' in (window_pattern or '')]
+                                     # G: sliding window plus global tokens (arXiv:2004.05150)
+    window_global: int = 1           # first tokens of a document that G layers see
+                                     # [if 'G' in (window_pattern or '')]
     local: dict | None = None        # {'rope_base': 1e4, ...} for S, C and G layers [if window_pattern]
     # variants of attention
     attn_scale: float | None = None  # scale of the scores; None: 1 / sqrt(width of a head)
@@ -84,41 +88,41 @@ class GPTConfig:
     attn_gate: bool | Literal['head'] = False  # a sigmoid gate on the output (arXiv:2505.06708); True: per
                                      # element, head: per head
     clip_qkv: float = 0.0            # bound of queries, keys and values (OLMo 1.7); 0: off
-    k_eq_v: bool = False             # values are keys without norm and rotation (Gemma 4)
+    k_eq_v: bool = False             # values are the keys before norm and rotation (Gemma 4)
     v_norm: bool = False             # a norm without weights on values (Gemma 4)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see scale_queries
     # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434)
     kv_lora_rank: int | None = None  # width of the latent; None: no MLA
     # further fields of MLA [if kv_lora_rank]
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
-    qk_nope_head_dim: int | None = None  # head width without positions; None: 128
-    qk_rope_head_dim: int | None = None  # head width with positions; None: 64
+    qk_nope_head_dim: int | None = None  # width of a head's unrotated part; None: 128
+    qk_rope_head_dim: int | None = None  # width of a head's rotated part; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
     latent_norm_eps: float | None = None  # norm_eps of the latents; None: norm_eps
     # layers with a state, see mixers.py [if mixer_pattern.strip('AM')]
-    linear_n_key_head: int | None = None  # query and key heads; None: n_head (in B 1)
-    linear_n_value_head: int | None = None  # multiple of the key heads; None: equal (B n_embd / 32)
-    linear_key_head_dim: int | None = None  # None: n_embd // n_head (in B 64)
-    linear_value_head_dim: int | None = None  # None: linear_key_head_dim (in B 64)
+    linear_n_key_head: int | None = None  # query and key heads; None: n_head (B: 1)
+    linear_n_value_head: int | None = None  # multiple of key heads; None: equal (B: n_embd / 32)
+    linear_key_head_dim: int | None = None  # None: n_embd // n_head (B: 64)
+    linear_value_head_dim: int | None = None  # None: linear_key_head_dim (B: 64)
     linear_conv_bias: bool | None = None  # bias of B's short convolution; None: True
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
     # norms, residual stream
     norm: 'NORMS' = 'rmsnorm'        # rmsnorm, layernorm
-    norm_bias: bool | None = None    # None: as bias if layernorm, otherwise False
+    norm_bias: bool | None = None    # None: `bias` if layernorm, otherwise False
     norm_weight: bool = True         # False: norms without weights (OLMo)
     norm_placement: 'NORM_PLACEMENTS' = 'pre'  # pre, post, output, sandwich, parallel, parallel_2
     embed_norm: bool = False         # norm after the embedding (BLOOM)
-    embed_scale: float | None = None  # factor on the embedding; None: 1, sqrt(n_embd) if sinusoidal
+    embed_scale: float | None = None  # factor on embeddings; None: 1, or sqrt(n_embd) if sinusoidal
     bigram_size: int | None = None   # rows of an embedding of token pairs (modded-nanogpt)
     residual_scale: float = 1.0      # factor on the outputs of attention and MLP (Granite)
-    residual_lambdas: bool = False   # a learned mix with the embedding before each layer
+    residual_lambdas: bool = False   # adds embeddings to each layer's input, with learned weights
     layer_scalar: bool = False       # a constant factor on each block's output (Gemma 4)
     # MLP, biases
     mlp_limit: float = 7.0           # bound of gate and up [if mlp == 'swiglu_oai']
     bias: bool = False               # biases of linear layers and layernorm
-    qkv_bias: bool | None = None     # bias of queries, keys, values (Qwen2); None: as bias
-    proj_bias: bool | None = None    # bias of attention's output; None: as bias
-    mlp_bias: bool | None = None     # bias of MLP, experts and router; None: as bias
+    qkv_bias: bool | None = None     # bias of queries, keys, values (Qwen2); None: `bias`
+    proj_bias: bool | None = None    # bias of attention's output; None: `bias`
+    mlp_bias: bool | None = None     # bias of MLP, experts and router; None: `bias`
     # mixture of experts (arXiv:1701.06538)
     n_expert: int | None = None      # experts; None or 0: a dense model
     expert_pattern: Literal['E', 'D', 'N'] = 'E'  # E: experts, D: dense, N: no MLP (Nemotron-H)
@@ -127,15 +131,15 @@ class GPTConfig:
     n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066)
     shared_gate: bool = False        # a sigmoid gate on shared experts [if n_shared_expert]
     d_expert: int | None = None      # width of an expert; None: d_ff
-    n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
-    expert_input_scale: bool = False  # weights multiply the experts' input (Llama 4)
-    expert_norms: bool = False       # norms before router, around experts (Gemma 4)
+    n_dense_layer: int = 0           # number of first layers without experts (DeepSeek)
+    expert_input_scale: bool = False  # router weights multiply the experts' input (Llama 4)
+    expert_norms: bool = False       # norms before router and experts, and after experts (Gemma 4)
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3)
     norm_topk_prob: bool = True      # weights of the active experts sum to 1; use False for 1 expert
-    routed_scaling_factor: float = 1.0  # factor on the weights
+    routed_scaling_factor: float = 1.0  # factor on the router weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use [if n_group]
-    balance_bias: bool = False       # balances the load by a bias on the choice (arXiv:2408.15664)
+    balance_bias: bool = False       # a bias on the choice balances the load (arXiv:2408.15664)
     balance_per_sequence: bool = False  # balance loss per row of the batch [changeable]
     # head, training
     head_bias: bool = False          # bias of an untied head (GPT-J, Phi) [if not tie_word_embeddings]
@@ -147,7 +151,7 @@ class GPTConfig:
         complete(self)  # part IV
 
     def at(self, layer):
-        """The config of a layer, which has the values in `local` if it has a window."""
+        """The config of a layer. A layer with a window has the values in `local`."""
         if not self.local or self.window_of(layer) is None:
             return self
         changed = copy.copy(self)
@@ -190,13 +194,13 @@ def letter(pattern, layer):
 # parameters and linear layers -------------------------------------------------------------------------------
 
 class Tag(typing.NamedTuple):
-    """How a parameter starts and is optimized."""
+    """A parameter's initialization and optimizer group."""
     init: typing.Callable          # fills the parameter in place, as torch.nn.init does
     group: str                     # one of GROUPS
-    rows: tuple | None = None      # row counts of fused projections; None: one
+    rows: tuple | None = None      # row counts of fused projections; None: not fused
 
 
-GROUPS = {  # group of parameters, as in --lr_scales -> whether it has weight decay
+GROUPS = {  # group of parameters (a key in --lr_scales) -> whether it has weight decay
     'matrix': True,  # Muon may orthogonalise these
     'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
@@ -204,7 +208,7 @@ GROUPS = {  # group of parameters, as in --lr_scales -> whether it has weight de
 
 
 def tag(w, init, group, rows=None):
-    """Gives a parameter its Tag."""
+    """Gives w a Tag."""
     w.tag = Tag(init, group, rows)
     return w
 
@@ -220,8 +224,8 @@ def hidden_init(w):
 
 
 def branch_init(config):
-    """The init of a branch's last projection: zeros, so that a block starts as the identity. If a norm
-    follows, it is hidden_init."""
+    """The init of a branch's last projection: hidden_init if a norm follows; otherwise zeros, so
+    that a block starts as the identity."""
     return hidden_init if NORM_PLACEMENTS[config.norm_placement].ends_branch else nn.init.zeros_
 
 
@@ -299,7 +303,8 @@ class Norm(nn.Module):
 
 def rope_table(kind, position_ids, length):
     """(cos, sin) at position_ids (1 or B, T), each (1 or B, 1, T, width / 2) float32. Position p rotates pair
-    i by p * base^(-2i / width) (arXiv:2104.09864, equation 15). kind: as in rope_kind; length: block_size."""
+    i by p * base^(-2i / width) (arXiv:2104.09864, equation 15). kind: a rope_kind;
+    length: block_size."""
     base, width, scaling = kind
     pair = torch.arange(0, width, 2, device=position_ids.device)
     freq = 1.0 / base ** (pair / width)
@@ -308,13 +313,13 @@ def rope_table(kind, position_ids, length):
         options = dict(scaling)
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[:, None, :, None] * freq
-    # joined, so that a compiled step computes the angles only once
+    # one tensor, so that a compiled step computes the angles only once
     return torch.cat((angle.cos() * factor, angle.sin() * factor), dim=1).split(1, dim=1)
 
 
 def rotate(x, rope):
-    """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin), if that is not None. Pair i
-    is (x[i], x[i + pairs]), as in Llama."""
+    """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin), unless rope is None.
+    Pair i is (x[i], x[i + pairs]), as in Llama."""
     if rope is None:
         return x
     cos, sin = rope
@@ -336,7 +341,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def defaults(cls, config):
-        """Fields of GPTConfig -> what None means with this mixer."""
+        """Name of a GPTConfig field -> value for None with this mixer."""
         return {}
 
     @classmethod
@@ -349,12 +354,12 @@ class Mixer(nn.Module):
         self.layer = layer  # make_schedule sets self.place
 
     def entry(self, context):
-        """Number of its cache entry."""
+        """Number of this mixer's cache entry."""
         return context.base + self.place
 
 
 class BaseAttention(Mixer):
-    """A subclass sets scale, and head_widths: the widths of a head's key and value."""
+    """A subclass sets scale and head_widths, the widths of a head's key and value."""
 
     documents = can_slide = True
 
@@ -363,7 +368,7 @@ class BaseAttention(Mixer):
         has_pos = letter(config.pos_pattern, layer) == 'P'
         window = config.window_of(layer)
         self.reach = letter(config.window_pattern, layer) if window else 'L'
-        self.window = None if self.reach == 'G' else window  # G needs the global tokens
+        self.window = None if self.reach == 'G' else window  # G's cache keeps all tokens
         self.has_alibi = config.pos == 'alibi' and has_pos
         self.rope_kind = config.rope_kind if config.pos == 'rope' and has_pos else None
         self.n_head = config.n_head
@@ -385,7 +390,7 @@ class BaseAttention(Mixer):
         return attend(q, k, v, context, mask, self.scale, p, self.config.attn_softcap, self.sink)
 
     def flops(self, length):
-        # includes the masked half, as in PaLM (arXiv:2204.02311, appendix B)
+        # counts masked keys too, as PaLM does (arXiv:2204.02311, appendix B)
         return 6 * self.n_head * sum(self.head_widths) * min(length, self.window or length)
 
 
@@ -434,7 +439,7 @@ MIXERS = {  # letter in mixer_pattern: class; mixers.py adds others
 # MLP and block ----------------------------------------------------------------------------------------------
 
 class MLP(nn.Module):
-    """x (..., C) -> (..., C): down(act(up(x))), or if gated, down(act(gate(x), up(x)))."""
+    """x (..., C) -> (..., C): down(act(up(x))), or down(act(gate(x), up(x))) if gated."""
 
     def __init__(self, config, width):
         super().__init__()
@@ -476,7 +481,7 @@ class GPT(nn.Module):
         self.config = config
         tied = config.tie_word_embeddings
         C = config.n_embd
-        # tied: a token's logit for itself starts at n_embd * std
+        # if tied, a token's logit for itself starts at n_embd * std
         init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
         self.wte = Embedding(config.vocab_size, C, init)
         self.wpe = Embedding(config.block_size, C, init) if config.pos == 'learned' else None
@@ -547,7 +552,7 @@ class GPT(nn.Module):
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
-        # the residual stream could overflow in float16
+        # never float16, in which the residual stream could overflow
         x = x.bfloat16() if context.dtype is torch.bfloat16 else x
         return F.dropout(x, config.dropout, self.training)
 
@@ -574,8 +579,8 @@ class GPT(nn.Module):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss(self, x, targets, keep=None, lengths=None):
-        """Output of the last block -> mean cross entropy, 0-d, and the last `keep` logits, or None. A
-        sharded model compiles this method as one graph."""
+        """Output of the last block -> mean cross entropy, 0-d, and the logits of the last `keep`
+        tokens, or None. A sharded model compiles this method as one graph."""
         logits = self.head(x)
         return cross_entropy(logits, targets), None if keep is None else last_tokens(logits, keep, lengths)
 
@@ -586,8 +591,8 @@ class GPT(nn.Module):
         return getattr(self.wte, 'scale', w).dtype  # int8: the dtype of the scales
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
-        """An empty Cache. static: for a compiled step. rolling: layers with a window keep only that many
-        tokens, so that rewind is limited."""
+        """An empty Cache. static: for a compiled step. rolling: layers with a window keep only
+        the tokens in it, which limits rewind."""
         return Cache(self, batch_size, max_len, static, rolling)
 
 
@@ -601,26 +606,26 @@ class ForwardContext:
     Mixer and write forward(x, context), which maps (B, T, C) to (B, T, C); no token may depend on later
     tokens. Give the class a letter in MIXERS. A mixer sets
 
-    rope_kind   its key in context.ropes, whose value is for rotate(): config.rope_kind, or a tuple like it;
-                None: no rotation
+    rope_kind   its key in context.ropes: config.rope_kind or a tuple like it; rotate() needs the
+                value. None: no rotation
     mask_kind   its key in context.masks: the arguments (window, has_alibi, reach) of make_mask; None: no mask
     slots       what the cache keeps per token: a list of (heads, width), one per tensor. cache.append(self,
-                context, k, v) stores new ones, (B, heads, T, width), and returns all to attend to. None: the
-                layer reads the tensors of another layer
-    states      what the cache keeps per row: a list of (shape, dtype), where None is the compute dtype.
-                cache.states[self.entry(context)] has the tensors (B, *shape), zero for a new row; write them
-                with .copy_()
+                context, k, v) stores new tensors, (B, heads, T, width), and returns all tensors to
+                attend to. None: the layer reads the tensors of another layer
+    states      what the cache keeps per row: a list of (shape, dtype); dtype None is the compute
+                dtype. cache.states[self.entry(context)] has the tensors (B, *shape), which are zero
+                in a new row; write them with .copy_()
     window      how many tokens the slots hold; None: all
-    can_slide   True if it can have a window: config.window_of(layer)
-    documents   True if it keeps documents apart, by context.document_starts
+    can_slide   True if the layer can have a window, config.window_of(layer)
+    documents   True if it keeps documents apart: see context.document_starts
     flops       flops(length): training FLOPs (3 x forward) per token, without products with weights
 
-    Padding (see lengths) must not change a state. Make parameters by parameter(...) or tag(...), and call the
-    last projection c_proj."""
+    Padding (see lengths) must not change a state. Make parameters with parameter(...) or
+    tag(...), and name the last projection c_proj."""
     idx: torch.Tensor             # (B, T), ids of the new tokens
     positions: torch.Tensor       # (1 or B, T), positions in the rows
     position_ids: torch.Tensor    # (1 or B, T), positions in the documents
-    document_starts: torch.Tensor | None  # (B, T), where each token's document starts; None: at 0
+    document_starts: torch.Tensor | None  # (B, T), start of each token's document; None: 0
     ropes: dict                   # rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
     masks: dict                   # mask_kind -> Mask, or None
     cache: 'Cache | None'
@@ -630,15 +635,15 @@ class ForwardContext:
     dtype: torch.dtype            # of matmuls
     weights: list | None          # collects attention weights, (B, H, T, S)
     routing: list | None          # collects (layer, balance, z, load) of experts
-    handed: dict                  # layer -> value of hand_on
+    handed: dict                  # layer -> value that it passed to hand_on
 
     def __init__(self, **values):
-        vars(self).update(values, handed={})  # FSDP would copy a dataclass for each block
+        vars(self).update(values, handed={})  # no dataclass: FSDP would copy it for each block
 
     def hand_on(self, layer, value):
-        """Gives later layers `value`, a tensor or a tuple of tensors, as handed[layer]. Keys and values must
-        be what cache.append returned; layers that attend to them need the same window and slots = None. If
-        `value` has only the new tokens, later layers must cache it."""
+        """Passes `value`, a tensor or a tuple of tensors, to later layers as handed[layer]. Keys
+        and values must be what cache.append returned; layers that attend to them need the same
+        window and slots = None. If `value` has only the new tokens, later layers must cache it."""
         self.handed[layer] = value
 
     def is_token(self):
@@ -671,7 +676,7 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
 
 
 def find_starts(context, document_token):
-    """(B, T): the position of the last document_token up to each new token, or 0."""
+    """(B, T): the position of the last document_token at or before each new token, or 0."""
     positions = context.positions
     cache = context.cache
     starts_here = context.idx == document_token
@@ -720,8 +725,9 @@ class Cache:
         row 1  a  b  c  d  e  . |
 
     The last slot is for padding. `length` (B,) counts the tokens of each row; `longest` is
-    its maximum, as an int. If `static`, one compiled step serves every position: it attends to all slots and
-    masks the empty ones. `longest` is then max_len, and the caller makes sure that the tokens fit."""
+    its maximum, as an int. If `static`, one compiled step serves every position: the step attends
+    to all slots and masks empty slots. `longest` is then max_len, and the caller must make sure
+    that the tokens fit."""
 
     def __init__(self, model, batch_size, max_len, static, rolling):
         config = model.config
@@ -749,12 +755,13 @@ class Cache:
         return min(window, self.max_len) if self.rolling and window else self.max_len
 
     def append(self, mixer, context, *new):
-        """Stores new tensors (B, heads, T, width). Returns all that the mixer sees, (B, heads, S, width)."""
+        """Stores new tensors (B, heads, T, width). Returns tensors to attend to,
+        (B, heads, S, width)."""
         slots = self.slots[mixer.entry(context)]
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
         seen = None
-        if T > 1 and n_slots < self.max_len:  # the last new tokens would overwrite what the first see
+        if T > 1 and n_slots < self.max_len:  # the last new tokens overwrite what the first see
             seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
                     for old, add in zip(slots, new)]
         self.write(slots, new, context)
@@ -765,20 +772,20 @@ class Cache:
         n_slots = slots[0].shape[2] - 1
         start = self.longest % n_slots
         if self.same_length and context.lengths is None and start + T <= n_slots:
-            for old, add in zip(slots, new):  # adjacent slots, which is faster
+            for old, add in zip(slots, new):  # adjacent slots are faster
                 old[:, :, start:start + T] = add
             return
         column = torch.arange(T, device=self.length.device)
         row = torch.arange(len(self.length), device=self.length.device)
         end = T if context.lengths is None else context.lengths[:, None]
-        is_stored = (column < end) & (column >= end - n_slots)  # neither padding nor soon overwritten
+        is_stored = (column < end) & (column >= end - n_slots)  # the last n_slots, without padding
         slot = (context.positions % n_slots).where(is_stored, n_slots)
         for old, add in zip(slots, new):
             old[row[:, None], :, slot] = add.transpose(1, 2).to(old.dtype)
 
     def key_positions(self, window, positions):
-        """Positions of what append returns in a layer with this window, (1 or B, S), -1 for an empty slot.
-        positions (1 or B, T): those of the new tokens."""
+        """Positions (1 or B, S) of the keys that append returns in a layer with this window. Empty
+        slots of a rolling cache have -1. positions (1 or B, T): positions of the new tokens."""
         n_slots = self.n_slots(window)
         T = positions.shape[1]
         slot = torch.arange(n_slots, device=positions.device)[None]
@@ -808,8 +815,8 @@ class Cache:
             self.longest += T
 
     def rewind(self, n):
-        """Removes the last n tokens, an int or (B,). Raises ValueError if a layer has a state or a wrapped
-        rolling KV cache."""
+        """Removes the last n tokens; n: an int or (B,). Raises ValueError if a layer has a state or
+        a wrapped rolling KV cache."""
         n_kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots if layer) - 1
         if ((n > 0) & (self.length > n_kept)).any():
             raise ValueError(f"cannot rewind {n} of {self.length.tolist()} tokens: a layer keeps only a "
@@ -823,7 +830,7 @@ class Cache:
         self._recount()
 
     def select(self, rows):
-        """Keeps, reorders or copies rows; rows: a list or (B',) of row numbers."""
+        """Keeps, reorders or copies rows. rows: row numbers, a list or (B',)."""
         self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
                                    for layers in (self.slots, self.states))
         self.length = self.length[rows]
@@ -862,28 +869,29 @@ def last_tokens(x, keep, lengths):
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0
-    is_causal: bool               # queries and keys have the same tokens; later keys are hidden
-    window: int | None            # the most keys that a query sees; None: all
+    is_causal: bool               # queries and keys are of the same tokens; later keys are hidden
+    window: int | None            # largest number of keys that a query sees; None: all
     flex: tuple | None = None     # what flex_mask returns
 
     def add(self, bias):
-        """This Mask with a bias (1 or B, 1 or H, T, S) added. -inf hides a key; each query must see one."""
+        """This Mask plus a bias (1 or B, 1 or H, T, S). -inf hides a key; each query
+        must see at least one key."""
         if self.bias is not None:
             bias = bias + self.bias
-        elif self.is_causal:  # a kernel with a bias does not hide later keys
+        elif self.is_causal:  # kernels with a bias do not hide later keys
             bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
         return Mask(bias, self.is_causal, self.window)
 
 
 def visible(q_pos, k_pos, first):
-    """Positions q_pos (1 or B, T), k_pos (1 or B, S), -1 for an empty slot, and first (1 or B, T) -> (1 or B,
-    1, T, S) bool: first <= k_pos <= q_pos."""
+    """Whether first <= k_pos <= q_pos, (1 or B, 1, T, S) bool. q_pos and first are (1 or B, T);
+    k_pos is (1 or B, S), with -1 for empty slots."""
     return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first[:, :, None]))[:, None]
 
 
 def make_mask(model, context, window, has_alibi, reach):
-    """The Mask of a mask_kind. window: tokens that the layers' cache keeps. reach: their letter in
-    window_pattern."""
+    """The Mask of a mask_kind. window: tokens that the layers' cache keeps. reach: the layers'
+    letter in window_pattern."""
     config = model.config
     positions = context.positions
     cache = context.cache
@@ -894,10 +902,10 @@ def make_mask(model, context, window, has_alibi, reach):
 
     k_pos = positions if cache is None else cache.key_positions(window, positions)
     begin = torch.zeros_like(positions) if context.document_starts is None else context.document_starts
-    # how far a token sees back
+    # earlier tokens that each token sees
     back = context.position_ids % window if reach == 'C' else (span or config.block_size) - 1
     first = (positions - back).clamp(min=begin)
-    if cache is not None:  # without a key, padding would become NaN
+    if cache is not None:  # padding that sees no key would become NaN
         first = first.clamp(max=cache.max_len - 1)
     seen = visible(positions, k_pos, first)
     if reach == 'G':
@@ -914,7 +922,7 @@ def make_mask(model, context, window, has_alibi, reach):
 
 
 def needs_no_mask(context, is_causal, span, reach):
-    """Whether each token sees all keys, or all up to itself."""
+    """Whether each token sees all keys, or all keys up to itself."""
     cache = context.cache
     T = context.positions.shape[1]
     sees_all = span is None or (0 if cache is None else cache.longest) + T <= span
@@ -932,10 +940,10 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
     K, S = k.shape[1:3]
     bias = mask.bias
     group = H // K
-    # eager_attention skips blocks outside a window
+    # eager_attention skips keys outside a window
     if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
-    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it requires this width
+    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # its minimum width
         from torch.nn.attention.flex_attention import flex_attention
         return flex_attention(q, k, v, *mask.flex, scale, enable_gqa=group > 1)
     is_causal = bias is None and mask.is_causal and T > 1
@@ -957,7 +965,7 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
 
 
 BLOCK = 128       # queries per step of eager_attention
-FEW_QUERIES = 16  # per key head, as in decoding
+FEW_QUERIES = 16  # most queries per key head for few=True
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -978,15 +986,15 @@ def sdpa_plan(device, dtype, fits_flash, is_causal):
 
 
 def use_flex(model, context):
-    """flex_attention must be compiled and has no dropout."""
+    """Whether to use flex_attention, which must be compiled and has no dropout."""
     return (context.idx.is_cuda and context.dtype is torch.bfloat16 and context.idx.shape[1] >= 128
             and context.cache is None and not context.eager and torch.compiler.is_compiling()
             and not (model.training and model.config.dropout))
 
 
 def flex_mask(first, slopes):
-    """(score function or None, block mask) for flex_attention. Queries see keys from first (1 or B, T) on.
-    slopes: (H,), for ALiBi."""
+    """(score function or None, block mask) for flex_attention. first (1 or B, T): first key that
+    each query sees. slopes: (H,), for ALiBi."""
     from torch.nn.attention.flex_attention import create_block_mask
     rows, T = first.shape
     device = first.device
@@ -1002,7 +1010,7 @@ def flex_mask(first, slopes):
 
 
 def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=None, few=False):
-    """attend in plain torch, in blocks of queries. It is for
+    """`attend` in plain torch, in blocks of queries. It is for
 
     - softcap, sink and returned weights, which no kernel supports
     - training and windows on CPUs, where it is up to twice as fast as SDPA
@@ -1026,7 +1034,7 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
             score = softcap * torch.tanh(score / softcap)
         if mask.bias is not None:
             score = score + mask.bias[:, :, start:end, first:last]
-        if sink is not None:  # has a weight but no value
+        if sink is not None:  # a sink has a weight but no value
             score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
         weight = score.softmax(dim=-1)[..., :last - first]
         if weights is not None:
@@ -1043,7 +1051,7 @@ def aligned_linear(x, w, bias):
     return y if bias is None else y + bias
 
 
-MOST_LOGITS = 2**31 - 1  # per call: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
+MOST_LOGITS = 2**31 - 1  # per call: CUDA's kernel counts logits in 32 bits (pytorch issue 85786)
 
 
 def cross_entropy(logits, targets):
@@ -1052,7 +1060,7 @@ def cross_entropy(logits, targets):
     targets = targets.flatten().clamp(min=-1)
     rows = MOST_LOGITS // logits.shape[-1]
     parts = [(logits, targets)]
-    if rows < len(targets):  # the gradient of split is a copy
+    if rows < len(targets):  # split's gradient is a copy
         parts = zip(logits.split(rows), targets.split(rows))
     loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
     return loss / (targets >= 0).sum().clamp(min=1)
@@ -1067,7 +1075,7 @@ def gated(act):
 
 gelu_tanh = functools.partial(F.gelu, approximate='tanh')
 ACTIVATIONS = {
-    # name: (function, or class of a module; whether its arguments are gate and up)
+    # name: (function or module class, whether its arguments are gate and up)
     'swiglu': gated(F.silu),
     'geglu': gated(F.gelu),
     'geglu_tanh': gated(gelu_tanh),  # Gemma
@@ -1113,11 +1121,12 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
-    """Keeps frequencies that rotate more than beta_fast times in the original context, divides those that
-    rotate less than beta_slow times, and interpolates between (arXiv:2309.00071, section 3.2)."""
+    """Keeps frequencies that rotate more than beta_fast times in the original context, divides
+    frequencies that rotate less than beta_slow times by factor, and interpolates in between
+    (arXiv:2309.00071, section 3.2)."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
-                 for times in (beta_fast, beta_slow))  # pairs that rotate this many times
+                 for times in (beta_fast, beta_slow))  # indices of pairs that rotate so often
     if truncate:
         low = math.floor(low)
         high = math.ceil(high)
@@ -1132,7 +1141,7 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
 
 def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
            original_max_position_embeddings):
-    """As yarn, but linear in the number of rotations: Llama 3.1, arXiv:2407.21783."""
+    """Like yarn, but linear in the number of rotations: Llama 3.1, arXiv:2407.21783."""
     times = original_max_position_embeddings * freq / (2 * math.pi)
     share = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return torch.lerp(freq / factor, freq, share), 1.0
@@ -1140,7 +1149,8 @@ def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
 
 def longrope(freq, base, length, *, short_factor, long_factor, original_max_position_embeddings, factor,
              attention_factor=None):
-    """A factor per pair, from long_factor beyond the original context: arXiv:2402.13753."""
+    """A factor per pair, from long_factor if length exceeds the original context
+    (arXiv:2402.13753)."""
     factors = long_factor if length > original_max_position_embeddings else short_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
@@ -1149,7 +1159,7 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
 
 
 def proportional(freq, base, length, *, partial_rotary_factor, factor=1.0):
-    """As linear, but only this share of the pairs rotates, the fastest (LFM3, Gemma 4)."""
+    """Like linear, but rotates only this share of the pairs, the fastest (LFM3, Gemma 4)."""
     freq = freq / factor
     freq[int(partial_rotary_factor * len(freq)):] = 0
     return freq, 1.0
@@ -1169,7 +1179,7 @@ ROPE_SCALINGS = {
 
 
 def complete_scaling(scaling, length):
-    """rope_scaling with the length of training, if the scaling needs it."""
+    """Adds the training length to a rope_scaling that needs it."""
     name = 'original_max_position_embeddings'
     function = ROPE_SCALINGS.get(scaling.get('rope_type')) if scaling else None
     if function and name in inspect.signature(function).parameters:
@@ -1185,8 +1195,8 @@ def sinusoid(position_ids, width):
 
 
 def scale_queries(mixer, q, context):
-    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)), with items of query_scale
-    (Ministral 3, after arXiv:2501.19399). Llama 4 has start=1 and layers='N'."""
+    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)). The names
+    are items of query_scale (Ministral 3, after arXiv:2501.19399). Llama 4: start=1, layers='N'."""
     options = {'start': 0, 'layers': 'PN'} | mixer.config.query_scale
     if letter(mixer.config.pos_pattern, mixer.layer) not in options['layers']:
         return q
@@ -1211,7 +1221,7 @@ def further_layer(name, *args):
 
 
 def make_mixer(config, layer):
-    """The mixer of a layer."""
+    """A layer's mixer."""
     layer_config = config.at(layer)
     kind = MIXERS[config.mixer_of(layer)]
     if kind is Attention and (layer_config.attn_gate or layer_config.clip_qkv or layer_config.k_eq_v
@@ -1230,7 +1240,7 @@ def make_mlp(config, layer):
 
 
 def make_block(config, layer):
-    """A Block, or a VariantBlock if it has options."""
+    """A Block, or a VariantBlock if the config needs its options."""
     is_plain = (config.norm_placement == 'pre' and config.residual_scale == 1 and not config.layer_scalar
                 and config.mlp_of(layer) != 'N')
     return (Block if is_plain else VariantBlock)(config, layer)
@@ -1313,7 +1323,7 @@ class Placement(typing.NamedTuple):
     """Where a block has its norms."""
     compute: typing.Callable  # function of x, attn, mlp and the norms
     n_norm: int               # number of norms
-    ends_branch: bool         # whether a norm follows attn and mlp
+    ends_branch: bool         # whether a norm ends each branch
 
 
 NORM_PLACEMENTS = {
@@ -1330,10 +1340,10 @@ NORM_PLACEMENTS = {
 
 def complete(config):
     """Fills in the defaults. Raises ValueError for a config that cannot be computed."""
-    config.n_expert = config.n_expert or None  # flags cannot be None: --n_expert=0
+    config.n_expert = config.n_expert or None  # --n_expert=0 means None
     config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
     if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
-        import mixers  # noqa: F401 (enters its letters and activations)
+        import mixers  # noqa: F401 (adds its letters and activations)
     problems = list(wrong_values(config))
     if not problems:
         fill_defaults(config)
@@ -1345,7 +1355,7 @@ def complete(config):
 
 
 def fill_defaults(config):
-    """Replaces each None by its default."""
+    """Replaces each None."""
     width, remainder = divmod(config.n_embd, config.n_head)
     defaults = dict(n_kv_head=config.n_head, head_dim=None if remainder else width, qk_norm=True,
                     qkv_bias=config.bias, proj_bias=config.bias, mlp_bias=config.bias,
@@ -1366,7 +1376,7 @@ def fill_defaults(config):
 
 
 def round_up(n, multiple=64):
-    """The next multiple."""
+    """Rounds n up."""
     return math.ceil(n / multiple) * multiple
 
 
@@ -1427,7 +1437,7 @@ def impossible(config):  # noqa: C901
 
 
 def changed(config, **changes):
-    """A trained model's config with other fields; the length of training stays. Raises ValueError if
+    """A trained model's config with changes, but the same training length. Raises ValueError if
     block_size exceeds the learned positions."""
     if config.pos == 'learned' and changes.get('block_size', 0) > config.block_size:
         raise ValueError(f"block_size={changes['block_size']} is more than the {config.block_size} positions "
@@ -1448,8 +1458,8 @@ def try_tokens(model):
 
 
 def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for a missing tag, a false 'matrix', or a buffer that
-    is not saved."""
+    """Name -> Tag of every parameter. Raises ValueError for a missing tag, a vector tagged
+    'matrix', or a buffer that is not saved."""
     tags = {}
     for name, w in model.named_parameters():
         found = tags[name] = getattr(w, 'tag', None)
@@ -1471,8 +1481,8 @@ LOOKUP_GROUPS = {'embedding', 'bigram'}  # a token reads one row, which costs no
 
 
 def account(model):
-    """Name of each parameter -> (elements, elements that a token uses, training FLOPs per token). 'head' (if
-    tied), 'mtp' and 'mixing' (products without weights) have only FLOPs."""
+    """Name of each parameter -> (elements, elements that a token uses, training FLOPs per token).
+    'head' (if tied), 'mtp' and 'mixing' (products without weights) have only FLOPs."""
     length = model.config.block_size
     rows = {name: cost(model, name, w) for name, w in model.named_parameters()}
     head = next((model.lm_head or model.wte).parameters())
