@@ -1,6 +1,6 @@
 """
 Further layers, which model.py imports if a config needs them. model.py explains the letters in shapes, and
-ForwardContext there is a mixer's contract.
+its ForwardContext explains a mixer's contract.
 
     A  attention with options         M  latent attention (DeepSeek)
     D  Gated DeltaNet (Qwen3-Next)    K  Kimi Delta Attention    B  Mamba-2    C  short convolution (LFM2)
@@ -84,8 +84,8 @@ class VariantAttention(Attention):
 
 class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
-    are projections of one latent per token; the cache keeps the latent and one rotary key. If it is cheaper,
-    the projections are absorbed into queries and outputs (section 2.1.2)."""
+    are projections of one latent per token; the cache keeps the latent and one rotary key. If that
+    saves multiplications, forward projects queries and outputs instead (section 2.1.2)."""
 
     @classmethod
     def defaults(cls, config):
@@ -117,7 +117,7 @@ class LatentAttention(BaseAttention):
         self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config, eps=config.latent_norm_eps)
-        self.c_kv = Linear(rank, H * (nope + value))  # k and v of the first head, then of the next
+        self.c_kv = Linear(rank, H * (nope + value))  # k and v of a head, then of the next head
         self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
         self.slots = [(1, rank + rope)]
         self.head_widths = nope + rope, value
@@ -196,7 +196,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     while chunk // 2 >= T:
         chunk //= 2
 
-    def chunks(x, dim):  # zeros write nothing and do not decay
+    def chunks(x, dim):  # padding writes nothing and does not decay
         return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % chunk)).unflatten(dim, (-1, chunk))
 
     q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, chunk, ...)
@@ -205,11 +205,11 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     carried = total.exp()
     left = (total[..., -1:, :] - total).exp()  # decay to the end of the chunk
     if is_start is not None:
-        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0: began before the chunk
+        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0: the document began before the chunk
         hidden = hidden | (document[..., :, None] != document[..., None, :])
         carried = carried * (document == 0)[..., None]
         left = left * (document == document[..., -1:])[..., None]
-    between = None  # (B, heads, chunks, chunk, chunk): decay from j to i
+    between = None  # (B, heads, chunks, chunk, chunk): decay from token j to i
     if decay.shape[-1] == 1:
         between = (total - total.mT).masked_fill(hidden, -math.inf).exp()
 
@@ -220,7 +220,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     if corrects:
         k_beta = k * beta
         right = torch.cat((written, k_beta * carried), dim=-1)
-        # reads only below the diagonal
+        # the solver reads only below the diagonal
         right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
         written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
     score = scores(q)
@@ -253,7 +253,7 @@ def has_cumsum(device):
 def decayed_scores(q, k, total):
     """(..., C, C): for i >= j the sum over channels of q_i k_j exp(total_i - total_j). q, k and total are
     (..., C, channels), and C is a power of two. exp(-total) would overflow. Therefore, in each pair of
-    adjacent blocks, keys decay to the end of the earlier block, and queries decay from there."""
+    adjacent blocks, keys decay to the end of the earlier block, and queries decay from that end."""
     score = (q * k).sum(-1)[..., None, None]
     half = 1  # block length
     while half < q.shape[-2]:
@@ -303,7 +303,7 @@ class GatedDeltaNet(Mixer):
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
     def other_widths(self, keys, values):
-        """Widths of the projections after q, k and v, of dt_bias, and of o_norm"""
+        """(widths of the projections after q, k and v; width of dt_bias; width of o_norm)"""
         return (values, self.n_value, self.n_value), self.n_value, self.value_dim
 
     def flops(self, length):
@@ -371,7 +371,7 @@ def dt_init(w):
 # short convolution, Mamba-2, Kimi Delta Attention -----------------------------------------------------------
 
 class ShortConvolution(Mixer):
-    """after * conv(before * x) of three projections: LFM2, arXiv:2511.23404."""
+    """after * conv(before * x), with three projections of the input: LFM2, arXiv:2511.23404."""
 
     documents = True
 
@@ -449,7 +449,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 # bigrams, multi-token prediction ----------------------------------------------------------------------------
 
 class BigramEmbedding(Mixer):
-    """An embedding of each token and the token before it, by a hash (modded-nanogpt,
+    """An embedding of token pairs, which a hash maps to its rows (modded-nanogpt,
     arXiv:2501.16975). It is a Mixer so that the cache keeps the previous token."""
 
     documents = True
@@ -485,7 +485,7 @@ class MultiTokenPrediction(nn.Module):
         return self.block(self.c_in(both), context)
 
     def loss(self, model, x, x0, targets, context):
-        """Cross entropy of the tokens after the next, 0-d, divided by the number of all targets
+        """Summed cross entropy of the tokens after the next, 0-d, divided by the number of targets
         (arXiv:2412.19437, equation 24)."""
         later = F.pad(targets[:, 1:], (0, 1), value=-1)
         context.routing = None
