@@ -1,5 +1,5 @@
 """
-Mixture of experts, which replaces the MLP of a block. The letters in shapes are those of model.py, and E
+Mixture of experts, which replaces the MLP of a block. Shapes use the letters of model.py, and E
 experts, n = B T tokens, k = n_expert_active.
 """
 import math
@@ -12,8 +12,8 @@ from model import MLP, Linear, Norm, activation, branch_init, hidden_init, param
 
 
 class GroupedLinear(nn.Module):
-    """A FusedLinear per expert: x (n, n_in), with rows sorted by expert, and offsets (E,) int32, the ends of
-    the experts' rows -> one tensor (n, width) per width in widths."""
+    """A FusedLinear per expert: x (n, n_in), with rows sorted by expert, and offsets (E,) int32,
+    the end of each expert's rows -> one tensor (n, width) per width in widths."""
 
     names = 'gate up'
 
@@ -22,11 +22,11 @@ class GroupedLinear(nn.Module):
         self.widths = widths
         self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=widths)
         self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
-        # not compiled, because lengths vary
+        # not compiled, because numbers of rows vary
         self.loop = torch.compiler.disable(loop_over_experts)
 
     def has_kernel(self, dtype, device):
-        """Whether grouped_mm supports the weights; it needs rows of 16-byte multiples."""
+        """Whether grouped_mm supports the weights: rows must be multiples of 16 bytes."""
         return (dtype is torch.bfloat16 and device != 'mps'
                 and not any(n % 8 for n in self.weight.shape[1:]))
 
@@ -103,7 +103,7 @@ class MoE(nn.Module):
         k = self.config.n_expert_active
         weight, chosen, logits, score = self.route(self.ln_router(flat))
         order = chosen.flatten().argsort(stable=True)  # choices sorted by expert
-        load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # choices, (B, E)
+        load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # counts, (B, E)
         ends = load.sum(0).cumsum(0, dtype=torch.int32)
         each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # one row per choice
         if self.config.expert_input_scale:
@@ -175,6 +175,6 @@ def routing_losses(routing):
 @torch.no_grad()
 def move_balance(model, load, rate=0.001):
     """Updates the expert biases by the load (layers with experts, E): adds rate for experts below the mean
-    load, subtracts it for others (arXiv:2408.15664)."""
+    load, subtracts rate for others (arXiv:2408.15664)."""
     for block, one in zip((block for block in model.h if isinstance(block.mlp, MoE)), load, strict=True):
         block.mlp.expert_bias += rate * (one.mean() - one).sign()
