@@ -28,7 +28,7 @@ def shard_model(model, machine):
 
 
 def split_like(w, value):
-    """This rank's part of a whole tensor, split as w is."""
+    """This rank's part of a whole tensor, split like w."""
     return distribute_tensor(value.to(w.device), w.device_mesh, w.placements, src_data_rank=None)
 
 
@@ -41,7 +41,8 @@ def gather(state):
 
 
 def subtract_whole(subtract, moves, lr):
-    """Muon's subtract(moves, lr) for split matrices. Gathers one per rank at a time."""
+    """Muon's subtract(moves, lr) for split matrices. Gathers as many at once as
+    there are ranks."""
     moves.sort(key=lambda move: move[0].shape)
     while moves:
         some = moves[:dist.get_world_size()]
