@@ -13,9 +13,9 @@ Trains a model on a folder of tokens.
 
 Config files and --name=value set every setting below and every field of GPTConfig.
 
-The main program is at the end of this file. Batches do not depend on the number of ranks. Files of an
-earlier run in out_dir are renamed. Ctrl-C, SIGTERM and time_limit save ckpt.pt and then evaluate;
---init_from=resume continues the run bit for bit.
+The main program is at the end of this file. Batches do not depend on the number of ranks. A new run
+renames an earlier run's files in out_dir. Ctrl-C, SIGTERM and time_limit save ckpt.pt and then
+evaluate; --init_from=resume continues the run bit for bit.
 """
 import time
 
@@ -65,17 +65,17 @@ eval_only = False                    # evaluate and stop
 log_interval = 1                     # iterations per log line [>= 1]
 always_save_checkpoint = True        # False: also keep best.pt
 keep = 0                             # number of ckpt-<iteration>.pt to keep
-sample_tokens = 0                    # length of a sample per evaluation; 0: none
+sample_tokens = 0                    # tokens of a sample per evaluation; 0: no sample
 wandb_log = False                    # also log to Weights & Biases
 wandb_project = 'owt'
 wandb_run_name = 'gpt2'
 # batch
 gradient_accumulation_steps = 40     # micro-batches per iteration, over all ranks [>= 1]
 batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1]
-# length of the run: the last given of three decides
+# length of the run: the last given setting of three decides
 max_iters = 600000                   # updates
 epochs: float | None = None          # passes over train.bin
-tokens_per_param: float | None = None  # 20 in Chinchilla (arXiv:2203.15556)
+tokens_per_param: float | None = None  # training tokens; Chinchilla: 20 (arXiv:2203.15556)
 time_limit: float | None = None      # minutes until the run saves and stops
 # optimizer
 optimizer = 'adamw'                  # adamw, or muon for matrices in blocks [in OPTIMIZERS] [fixed]
@@ -86,30 +86,30 @@ beta1 = 0.9                          # AdamW [< 1]
 beta2 = 0.95                         # AdamW [< 1]
 momentum = 0.95                      # Muon [< 1] [if optimizer == 'muon']
 grad_clip = 1.0                      # largest gradient norm; 0: no clipping
-# losses in addition to the reported one
+# further losses, which are not reported
 mtp_loss = 0.3                       # weight of multi-token prediction [if mtp]
 # experts [if n_expert]
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of the z-loss on router logits; ST-MoE: 1e-3
-balance_rate = 0.001                 # change of balance_bias per iteration [if balance_bias]
+balance_rate = 0.001                 # change of expert biases per iteration [if balance_bias]
 # low-rank adapters (LoRA)
 lora_rank = 0                        # 0: no adapters [fixed]
 # adapters [if lora_rank]
-lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank [> 0] [fixed]
+lora_alpha = 16.0                    # factor on outputs: lora_alpha / lora_rank [> 0] [fixed]
 lora_targets = 'c_attn,c_proj,c_fc'  # names of linear layers [fixed]
 # learning rate
 warmup_iters = 2000                  # linear warm-up
 decay_lr = True                      # False: constant after warm-up
 # the decay [if decay_lr]
 lr_schedule = 'cosine'               # cosine, linear, wsd (constant, then linear) [in SCHEDULES]
-cooldown = 0.4                       # wsd's decaying share [> 0] [<= 1] [if lr_schedule == 'wsd']
+cooldown = 0.4                       # share of wsd's decay [> 0] [<= 1] [if lr_schedule == 'wsd']
 lr_decay_iters: int | None = None    # end of the decay; None: max_iters [>= 1]
-min_lr: float | None = None          # value at the end; None: a tenth of the peak [<= learning_rate]
+min_lr: float | None = None          # final rate; None: a tenth of the peak [<= learning_rate]
 # system
 backend = 'auto'                     # auto: nccl on CUDA, otherwise gloo [if TORCHRUN]
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # auto, float32, bfloat16, float16
-compile: bool | str = 'auto'         # torch.compile; auto: if the run is long [in (True, False, 'auto')]
+compile: bool | str = 'auto'         # torch.compile; auto: for long runs [in (True, False, 'auto')]
 shard = False                        # spread weights over the ranks (FSDP) [if TORCHRUN]
 checkpoint_activations: bool | int = False  # recompute every n-th block
 deterministic = False                # bit-exact also on CUDA, but slower
@@ -194,8 +194,8 @@ def sequence_indices(first, count, n, seed):
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """Returns micro-batches per rank, and sequences in each. Raises ValueError if ranks cannot have equal
-    shares."""
+    """Returns micro-batches per rank and sequences per micro-batch. Raises ValueError if ranks
+    cannot have equal shares."""
     total = gradient_accumulation_steps * batch_size
     if total % ranks:
         raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
@@ -217,8 +217,8 @@ def to_device(batch, device):
 
 
 def read_batches(run, bins):
-    """Yields this rank's micro-batches per iteration, [(inputs, targets, weight)]. The mean of weight * loss
-    over all ranks is the mean loss over targets."""
+    """Yields this rank's micro-batches of each iteration, [(inputs, targets, weight)]. The mean of
+    weight * loss over all ranks is the mean loss over targets."""
     config = run.config
     device = run.machine.device
     block_size = run.model.config.block_size
@@ -239,15 +239,15 @@ def read_batches(run, bins):
 
 @torch.no_grad()
 def evaluate(run, bins, batches):
-    """Returns the mean loss, nan without targets, and the number of targets, for at most `batches` batches of
-    evenly spread sequences."""
+    """Returns the mean loss (nan without targets) and the number of targets, over at most `batches`
+    batches of evenly spread sequences."""
     batch_size = run.config['batch_size']
     block_size = run.model.config.block_size
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
     totals = np.zeros(2)
     run.model.eval()
-    for start in range(0, count, RANKS * batch_size):  # sharding needs equal counts on all ranks
+    for start in range(0, count, RANKS * batch_size):  # sharding needs equal calls on all ranks
         places = np.arange(batch_size) + start + RANK * batch_size
         # fill the last batch so that nothing recompiles
         inputs, targets = bins.batch(places % count * n // count, block_size)
@@ -325,7 +325,7 @@ def subtract_orthogonalised(moves, lr):
 
 
 def orthogonalise_shared(x):
-    """Shares orthogonalise(x) among the ranks."""
+    """Returns orthogonalise(x), each matrix from one rank."""
     if RANKS == 1:
         return orthogonalise(x)
     share = slice(RANK * len(x) // RANKS, (RANK + 1) * len(x) // RANKS)
@@ -351,8 +351,8 @@ def orthogonalise(x):
 
 
 def param_groups(model, config, chosen):
-    """Optimizer groups for parameters with a tag in `chosen`. Those with weight decay come first, as in
-    nanoGPT."""
+    """Optimizer groups for parameters with a tag in `chosen`. Without lr_scales, the group with
+    weight decay is first, as in nanoGPT."""
     groups = {(True, 1.0): [], (False, 1.0): []}
     for name, w in model.named_parameters():
         group = model.tags[name].group
@@ -384,7 +384,8 @@ OPTIMIZERS = {  # name -> function of (model, settings) -> list of optimizers
 
 
 def make_optimizers(model, config):
-    """Raises ValueError for unknown lr_scales, or unless each trained parameter has exactly one optimizer."""
+    """Raises ValueError for wrong lr_scales, or if a trained parameter has no
+    optimizer or several."""
     groups = {tag.group for tag in model.tags.values()}
     scales = config['lr_scales']
     if not (scales.keys() <= groups and all(type(x) in (int, float) and x > 0 for x in scales.values())):
@@ -399,8 +400,8 @@ def make_optimizers(model, config):
 
 
 def load_optimizers(model, optimizers, states):
-    """Loads states by parameter name, or nanoGPT's by position. Raises KeyError for an unknown parameter,
-    ValueError for another shape."""
+    """Loads states by parameter name, or by position if from nanoGPT. Raises KeyError for an
+    unknown parameter, ValueError for a wrong shape."""
     owners = {w: opt for opt in optimizers for group in opt.param_groups for w in group['params']}
     weights = dict(model.named_parameters())
     if 'param_groups' in states:
@@ -452,19 +453,19 @@ def is_sharded(w):
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-LOSSES = {  # minimised, not reported: key of aux -> setting with its weight
+LOSSES = {  # minimised, not reported: key of aux -> setting of its weight
     'balance': 'balance_loss',
     'z': 'z_loss',
     'mtp': 'mtp_loss',
 }
 
 
-NUMBERS = {  # attributes of Run that checkpoints store, with immutable first values
+NUMBERS = {  # attributes of Run that checkpoints store, with immutable initial values
     'iter_num': 0,                   # updates so far
     'best_val_loss': math.inf,
     'tokens': 0,                     # tokens read by all ranks
     'skipped': 0,                    # updates skipped because they were not finite
-    'wall_s': 0.0,                   # time, including earlier parts
+    'wall_s': 0.0,                   # seconds, including earlier parts
     'wandb_id': None,
 }
 
@@ -473,7 +474,7 @@ class Run:
     """A model in training. Checkpoints store NUMBERS and the optimizers' states."""
 
     def __init__(self, model, config, machine):
-        self.model = self.forward = self.evaluated = model  # the last two may be compiled, forward in DDP
+        self.model = self.forward = self.evaluated = model  # the last two may be compiled; forward in DDP
         self.config = config
         self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
@@ -483,10 +484,11 @@ class Run:
         self.tokens_per_update = (config['gradient_accumulation_steps'] * config['batch_size']
                                   * model.config.block_size)  # on all ranks
         vars(self).update(NUMBERS)
-        self.skips = self.in_a_row = 0  # skipped updates, unreported and in a row
+        self.skips = self.in_a_row = 0  # skipped updates: unreported, in a row
 
     def snapshot(self, optimizers=True):
-        """The part of a checkpoint that changes. All ranks must call it; only rank 0 gets sharded tensors."""
+        """The part of a checkpoint that changes. All ranks must call it; only rank 0
+        gets gathered tensors."""
         weights = self.model.state_dict()
         names = {w: name for name, w in self.model.named_parameters()}
         states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
@@ -500,13 +502,13 @@ class Run:
         return state
 
     def resume(self, source):
-        """Restores all but the weights."""
+        """Restores everything except the weights."""
         load_optimizers(self.model, self.optimizers, source['optimizer'])
         if source.get('scaler'):  # only from float16
             self.scaler.load_state_dict(source['scaler'])
         vars(self).update((name, source[name]) for name in NUMBERS if name in source)
         self.best_val_loss = float(self.best_val_loss)  # nanoGPT stores a tensor
-        if 'tokens' not in source:  # nanoGPT stores none
+        if 'tokens' not in source:  # nanoGPT lacks it
             self.tokens = self.iter_num * self.tokens_per_update
         print0(f"resume: {source['path']} at iteration {self.iter_num:,}, best val loss "
                f"{self.best_val_loss:.4f}")
@@ -525,7 +527,7 @@ def step(run, batch):
     run.in_a_row = (run.in_a_row + 1) * ~moved
     return {'iter': run.iter_num, 'loss': loss, 'weight': sum(weight for *_, weight in batch), 'lr': lr,
             'grad_norm': grad_norm,
-            # relative to an even share
+            # largest load relative to the mean
             'load_max': None if load is None else (load.amax(1) / load.mean(1)).max()}
 
 
@@ -554,8 +556,8 @@ def gradients(run, batch):
 
 
 def update(run, load):
-    """Clips gradients, steps if they are finite, and clears them. Returns 0-d tensors: their norm, and
-    whether weights changed."""
+    """Clips gradients, steps if all are finite, and clears gradients. Returns 0-d tensors: the
+    gradient norm, and whether weights changed."""
     config = run.config
     params = run.params
     for opt in run.optimizers:
@@ -568,7 +570,7 @@ def update(run, load):
         grad_norm = grad_norm.full_tensor()
     moved = grad_norm.isfinite()
     for opt in run.optimizers:
-        # fused optimizers decide on the device
+        # fused optimizers skip on the device
         if getattr(opt, '_step_supports_amp_scaling', False) and run.machine.device != 'mps':
             opt.found_inf = (~moved).float()
         elif not moved:
@@ -614,8 +616,8 @@ def diverge(run, event):
 # continuing from a checkpoint -------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
-    """Calls sample.load to resume, or to fine-tune on data with this meta. asked: fields of GPTConfig. Raises
-    ValueError for a change that is not CHANGEABLE."""
+    """Calls sample.load to resume, or to fine-tune on data with this meta. asked: given fields of
+    GPTConfig. Raises ValueError for a change that is not CHANGEABLE."""
     from sample import CHANGEABLE, load
     tuned = init_from != 'resume'
     changes = packed(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
@@ -782,7 +784,7 @@ TIME_IS_OVER = 1
 
 def stop_on_signals():
     """Returns a list to which signals add exit statuses. A second Ctrl-C ends the run at once. A second
-    SIGTERM does not, because torchrun may repeat it."""
+    SIGTERM has no effect, because torchrun may repeat SIGTERM."""
     signals = []
 
     def stop(number, frame):
@@ -793,20 +795,20 @@ def stop_on_signals():
             os.write(2, b'\nstopping after this iteration\n')  # the signal may interrupt a print
         signals.append(status)
     for name in STOP:
-        number = getattr(signal, name, None)  # Windows lacks some
+        number = getattr(signal, name, None)  # Windows lacks some signals
         if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
     return signals
 
 
 def why_stop(signals, time_limit):
-    """The exit status for a signal to any rank, TIME_IS_OVER, or 0 to continue."""
+    """The exit status if any rank got a signal; TIME_IS_OVER; or 0 to continue."""
     late = time_limit is not None and time.time() - START >= 60 * time_limit
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
 
 def print_sample(run, tokenizer, prompts):
-    """Prints a sample. prompts: one list of ids."""
+    """Prints a sample. prompts: [ids]."""
     from sample import complete
     run.model.eval()
     with run.machine.autocast():
@@ -854,7 +856,7 @@ if __name__ == '__main__':
     # machine, ranks
     machine = runtime(device, dtype, seed)
     device = machine.device
-    if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first
+    if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first GPU
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
         timeout = datetime.timedelta(hours=1)  # saving may take minutes
@@ -863,7 +865,7 @@ if __name__ == '__main__':
         store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), store)
         dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS, timeout=timeout)
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs an eighth of a step
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling costs an eighth of a step
 
     # data
     folder = data_folder(dataset)
@@ -954,7 +956,7 @@ if __name__ == '__main__':
     constant = {
         'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
         'tokenizer': tokenizer and tokenizer.state(),
-        # sampling may use a chat template
+        # if masked, sampling may use a chat template
         'masked': bool(train_bins.masks) or source.get('masked', init_from != 'scratch'), 'data': meta,
         'kept': source.get('kept', []) if resumed else [],
         'family': source.get('family')}  # for exports of published models
@@ -965,7 +967,7 @@ if __name__ == '__main__':
         lock = lock_folder(out_dir)
         if not resumed:
             set_aside(out_dir, '*.pt', 'log.csv', 'run.json')
-        elif always_save_checkpoint:  # it would become outdated
+        elif always_save_checkpoint:  # best.pt would become outdated
             set_aside(out_dir, 'best.pt')
         start_log(log_file, first_it)
         note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
@@ -989,7 +991,7 @@ if __name__ == '__main__':
             it = run.iter_num
             if it < max_iters:
                 reason = why_stop(signals, time_limit)
-            # 1 and 4 show the speed early
+            # iterations 1 and 4 show the speed early
             if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
                 count_skips(run)
                 now = time.time()
