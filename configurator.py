@@ -9,13 +9,13 @@ A setting is a line above configure(...), or a field of GPTConfig in model.py:
 Its type is its annotation, or the type of its default. Brackets in its remark are rules:
     [< 1]           a condition for the value; [in TABLE] requires a key of the script's TABLE. Numbers must
                     be at least 0, unless the default is negative or a rule begins with >
-    [if condition]  otherwise the flag has no effect and raises an error. In a comment above settings, the
-                    rule applies up to the next comment
+    [if condition]  unless it holds, the flag has no effect and raises an error. In a comment above
+                    settings, the rule applies up to the next comment
     [fixed]         a resumed run cannot change the setting
     [changeable]    a checkpoint can be loaded with another value of the field
     [random]        the field makes training random; lab/check.py switches it off
-Settings are read from the source, because imports are slow. A config file may also define functions, classes
-and tables (dicts in upper case) of the script: see use_parts.
+configure reads settings from source text, because imports are slow. A config file may also define
+functions, classes and tables (dicts in upper case) of the script: see use_parts.
 """
 import ast
 import builtins
@@ -101,8 +101,8 @@ def marked(path, mark):
 
 
 def fit(value, kinds):
-    """Converts a value, or the Python literal in a text, to one of these types; 1e6 may be an int. Raises
-    ValueError."""
+    """Converts a value, or the Python literal in a text, to one of these types; 1e6 can become an
+    int. Raises ValueError."""
     if isinstance(value, str):
         spelled = {'true': 'True', 'false': 'False'}.get(value, value)
         with contextlib.suppress(ValueError, SyntaxError, OverflowError):
@@ -140,13 +140,13 @@ def read_flag(flag, known):
 
 
 def run_file(name, values):
-    """Runs a config file, which can read `values`. Returns all that it assigns."""
+    """Runs a config file, which can read `values`. Returns all names that it assigns."""
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
         raise ValueError(f"there is no config file {name}: neither here nor in {ROOT}")
     sys.path.append(str(path.resolve().parent))  # for imports of files next to it
     name = f'config_{path.stem}'
-    module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks it up
+    module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks the module up
     # values are builtins, so that the result does not contain them
     vars(module).update(__file__=str(path), __builtins__=vars(builtins) | values)
     exec(compile(path.read_text('utf-8'), path, 'exec'), vars(module))
@@ -179,8 +179,9 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
 
     settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
     number of plain words allowed. argv: replaces the script's command line. default_file: used if no config
-    file and no model is named; tunes: with a model, it still sets the script's own settings. texts: .py files
-    outside of config/ are words. Raises ValueError for unknown settings and wrong types.
+    file and no model is named. tunes: with a model, default_file still sets the script's own
+    settings. texts: .py files outside of config/ are words. Raises ValueError for unknown settings
+    and wrong types.
     """
     launched = settings['__name__'] == '__main__'
     own = declared(Path(settings['__file__']))
@@ -236,8 +237,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
 
 
 def use_parts(settings, script):
-    """Extends the script's tables by those of config files, and replaces its functions and classes by those
-    with the same name. script: its globals()."""
+    """Extends the script's tables by tables of config files. Functions and classes of config
+    files replace the script's with the same name. script: its globals()."""
     for name in settings.parts.keys() & script.keys():
         if isinstance(script[name], dict):
             script[name] |= settings.parts[name]
@@ -268,8 +269,8 @@ def check_values(settings, values, tables):
 
 
 def check_effects(settings, values, tables):
-    """Raises ValueError if a flag has no effect, unless it gives the default. Config files may serve several
-    runs."""
+    """Raises ValueError if a flag has no effect, unless it gives the default. Config files may
+    serve several runs."""
     for name in settings.given.keys() & values.keys():
         setting = settings.known[name]
         if settings.given[name] == 'flags' and values[name] != setting.default and (
@@ -285,7 +286,7 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        if getattr(error, 'filename', None):  # it is missing, or not readable
+        if getattr(error, 'filename', None):  # a missing or unreadable file
             raise
         raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
                          ) from error
@@ -302,14 +303,14 @@ def naming(fields):
 
 
 def on_purpose(error):
-    """Whether this repository raised this error."""
+    """Whether a `raise` of this repository raised `error`."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (isinstance(error, (ValueError, OSError, ImportError)) and frame.line.startswith('raise ')
             and Path(frame.filename).resolve().is_relative_to(ROOT))
 
 
 def one_line_errors(kind, error, trace):
-    """An excepthook: prints one line for errors that users can mend."""
+    """An excepthook: prints one line for errors that users can fix."""
     message = str(error)
     if kind is BrokenPipeError:
         os._exit(141)  # `| head`: print nothing, not even at exit
@@ -331,8 +332,8 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
     """Chooses device and dtype, and seeds torch.
 
     dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether
-    reading weights dominates. Returns device, device_type, dtype (torch's) and autocast, which returns a
-    context. Raises ValueError if the device or dtype is not available.
+    reading weights takes longest. Returns device, device_type, dtype (torch's) and autocast, which
+    returns a context. Raises ValueError if the device or dtype is not available.
     """
     import torch
     device = choose_device(device)
@@ -344,7 +345,7 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name()
         fastest = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-        if dtype == 'float32':  # TF32; 16-bit runs need float32 for routers
+        if dtype == 'float32':  # TF32; routers of 16-bit runs need float32
             precision = 'high'
     elif kind == 'cpu':
         keep_freed_memory()
@@ -403,8 +404,8 @@ def can_compile(device):
 
 
 def resolve_compile(compile, device, flops):
-    """Resolves 'auto'. flops: FLOPs of this rank's run. The limits are two minutes of uncompiled training on
-    a GPU or two CPU cores."""
+    """Resolves 'auto'. flops: this rank's training FLOPs. The limits are two minutes of uncompiled
+    training on a GPU or two CPU cores."""
     if compile != 'auto':
         return compile
     return device != 'mps' and flops > (4e15 if 'cuda' in device else 1.4e13) and can_compile(device)
@@ -435,7 +436,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device, dtype):
-    """16-bit FLOP/s of the device, or None."""
+    """Peak 16-bit FLOP/s of the device, or None."""
     import torch
     if 'cuda' not in device or dtype == torch.float32:
         return None
