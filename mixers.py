@@ -205,7 +205,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     carried = total.exp()
     left = (total[..., -1:, :] - total).exp()  # decay to the end of the chunk
     if is_start is not None:
-        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0: the document began before the chunk
+        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0: from an earlier chunk
         hidden = hidden | (document[..., :, None] != document[..., None, :])
         carried = carried * (document == 0)[..., None]
         left = left * (document == document[..., -1:])[..., None]
