@@ -590,6 +590,6 @@ if __name__ == '__main__':
     check_effects(settings, fields | config, globals())
     if command != 'train' and given.get('batch_size') != 'flags':
         config['batch_size'] = None
-    if given.get('dataset') == 'flags':  # a config file's dataset may be missing
+    if given.get('dataset') == 'flags':
         Bins(data_folder(dataset), 'val')  # raises FileNotFoundError
     print_json(json, **COMMANDS[command](config, model_args, *more))

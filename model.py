@@ -902,7 +902,6 @@ def make_mask(model, context, window, has_alibi, reach):
 
     k_pos = positions if cache is None else cache.key_positions(window, positions)
     begin = torch.zeros_like(positions) if context.document_starts is None else context.document_starts
-    # earlier tokens that each token sees
     back = context.position_ids % window if reach == 'C' else (span or config.block_size) - 1
     first = (positions - back).clamp(min=begin)
     if cache is not None:  # padding that sees no key would become NaN

@@ -8,8 +8,6 @@
     $ python prepare.py climbmix --tokenizer=gpt2     # web text, 10 files
     $ python prepare.py chats.jsonl                   # conversations
     $ python prepare.py look data/chats               # shows a prepared folder
-
-A .bin file holds only tokens, in little-endian uint16, or uint32 for large vocabularies.
 """
 import ast
 import collections
@@ -264,7 +262,6 @@ def contents(conversation):
 # conversations about Python's library -----------------------------------------------------------------------
 
 LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
-# modules that some systems lack, or nobody asks about
 NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
              'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
 ANSWER = 120  # characters of the longest answer
@@ -381,7 +378,7 @@ SOURCES = {source.name: source for source in (
              tokenizer='gpt2'),
     download('climbmix',  # nanochat's
              f'{HUB}/karpathy/climbmix-400b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    Source('fineweb_edu', 'fineweb_edu', tokenizer='gpt2', shards=[  # 100M tokens each, by Keller Jordan
+    Source('fineweb_edu', 'fineweb_edu', tokenizer='gpt2', shards=[
         f'{HUB}/kjj0/finewebedu10B-gpt2/resolve/main/finewebedu_{part}.bin'
         for part in ('val_000000', *[f'train_{n:06d}' for n in range(1, min(shards, 99) + 1)])]),
     download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl'),

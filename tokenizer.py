@@ -111,7 +111,7 @@ class Tokenizer:
     def encode(self, text):
         """text -> list of ids, including special tokens."""
         parts = re.split(f'({self.special_pattern})', without_surrogates(text))
-        return [i for n, part in enumerate(parts)  # every second part is a special token
+        return [i for n, part in enumerate(parts)
                 for i in ([self.special[part]] if n % 2 else
                           self.encode_array(part.replace(MARK, '')).tolist())]
 

@@ -1,15 +1,11 @@
-r"""
+"""
 Trains a model on a folder of tokens.
 
     python train.py                                          # config/default.py, on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides
     python train.py --out_dir=out-small --init_from=resume   # continues a run
     python train.py config/small.py --init_from=auto         # resumes if out_dir has a checkpoint
-    torchrun --standalone --nproc_per_node=8 train.py config/small.py
-
-    # on each of two machines, with its own node_rank
-    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=1234 \
-        train.py config/small.py
+    torchrun --standalone --nproc_per_node=8 train.py config/small.py  # docs/gpu.md: several machines
 
 Config files and --name=value set every setting below and every field of GPTConfig.
 
@@ -676,7 +672,7 @@ def save(run, name, constant):
         try:
             with open(temp, 'wb') as f:
                 torch.save(constant | state, f)
-                os.fsync(f.fileno())  # in case of a power failure
+                os.fsync(f.fileno())
             temp.replace(path)
         finally:
             temp.unlink(missing_ok=True)  # if the disk is full
@@ -692,7 +688,7 @@ def lock_folder(out_dir):
     except BlockingIOError:
         raise ValueError(f"out_dir={out_dir} is in use by another run: choose another --out_dir, or wait "
                          "until that run ends") from None
-    except (ImportError, OSError):  # on Windows or some file systems
+    except (ImportError, OSError):
         print0(f"{out_dir}/ cannot be locked: make sure that no other run uses this folder")
     return f
 
@@ -721,7 +717,7 @@ def note(out_dir, **facts):
         temp.replace(path)
 
 
-LOG_FIELDS = {  # columns of log.csv and their formats
+LOG_FIELDS = {
     'iter': 'd', 'tokens': 'd', 'epoch': '.4f', 'loss': '.6f', 'val_loss': '.6f', 'val_bpb': '.6f',
     'lr': '.6e', 'grad_norm': '.5f', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
     'mfu': '.4f', 'load_max': '.3f', 'skipped': 'd', 'wall_s': '.2f',
@@ -920,7 +916,7 @@ if __name__ == '__main__':
         run.resume(source)
         if source.get('data', meta) != meta:
             print0(f"warning: {folder} has changed since the checkpoint was written")
-            run.best_val_loss = math.inf  # the best loss was on other data
+            run.best_val_loss = math.inf
     first_it = run.iter_num
     if all_reduce(torch.tensor(first_it), op=dist.ReduceOp.MAX) != first_it:
         raise ValueError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")

@@ -7,12 +7,10 @@ Which choice is better, and by how much? Trains variants of a run with the same 
 
 The first variant is the baseline. A variant is flags for train.py, or a git revision and a colon,
 or both. The default revision, WORK, is the working tree. The script copies the code, so you may
-edit it meanwhile. Flags of train.py apply to all variants. First run lab/check.py and read
-docs/research.md.
+edit it meanwhile. Flags of train.py apply to all variants.
 
-Finished runs in out-compare/ are used again, so you can stop and continue. A hash of code,
-arguments, seed and the data's meta.json names a run's folder: delete the folder if you change a
-checkpoint that the run starts from.
+Finished runs in out-compare/ are used again, so you can stop and continue. Delete the
+folder if you change a checkpoint that a run starts from.
 """
 import os
 import sys
@@ -54,7 +52,7 @@ seeds: int | None = None          # runs per variant; None: 3, or up to 20 with 
 seed = 1337                       # first seed
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
-match: str | None = None          # sets d_ff for equal sizes [in ('none', 'params', 'active', 'inner_params')]
+match: str | None = None          # sets d_ff for equal sizes [in SIZES]
 json: bool | str = False          # True: print JSON too; or a file to append to
 OWN = declared(Path(__file__)).keys()
 FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
@@ -72,6 +70,7 @@ from model import LOOKUP_GROUPS, num_params
 from prepare import Bins, data_folder, read_meta
 
 RUNS = 'out-compare'
+SIZES = 'none', 'params', 'active', 'inner_params'  # inner: without embeddings
 
 # variants ---------------------------------------------------------------------------------------------------
 
@@ -235,7 +234,7 @@ def run_variant(variant, seed):
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
         args.append('--init_from=resume')  # last, because config files may define a mixer
     with open(printed, 'w', encoding='utf-8') as f:
-        process = subprocess.Popen(  # Ctrl-C does not reach this session
+        process = subprocess.Popen(
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -318,7 +317,6 @@ def comparison(variants, runs, until, margin):
         sizes = variant.sizes or dict.fromkeys(('inner_params', 'cache_bytes_per_token'))
         of_variant = runs[variant.name]
         losses = [run['rows'][column][-1] for run in of_variant]
-        # the first row is a warm-up
         ms = np.concatenate([run['rows']['ms_per_iter'][len(run['rows']) > 1:] for run in of_variant])
         peaks = [run['peak_mb'] for run in of_variant]
         row = {'variant': variant.name, 'column': column, 'losses': losses,

@@ -1,5 +1,4 @@
-# Lists for `python lab/compare.py NAME`. Flags on the command line follow a list's flags; a config
-# file there replaces the list's base. Most lists need less than 20 minutes on 2 CPU cores; classic,
+# Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; classic,
 # examples, tricks, tricks_short, first_run, scaling, few_data, transfer_adamw and transfer_muon need
 # an hour or more.
 # Data: `python prepare.py --tokenizer=byte`, except:

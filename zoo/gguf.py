@@ -195,14 +195,13 @@ PATTERNS = {  # llama.cpp's name: a pattern that finds words; further lines spli
 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 \p{N}+
 [0-9][0-9][0-9]""",
-    'gpt-4o':  # o200k_base only differs in combining marks
+    'gpt-4o':
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"}
 SPLITS = {  # pattern in tokenizer.json: llama.cpp's name
     **{pattern: name for name, pattern in PATTERNS.items()}, '': 'gpt-2', 'ByteLevel': 'gpt-2',
-    # cl100k_base only differs if a text ends in line ends and spaces
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
     r"\s*[\r\n]|\s+(?!\S)|\s": 'llama-bpe'}
 

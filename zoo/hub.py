@@ -261,7 +261,7 @@ def load_published(name, device, dtype, int8, changes):
     facts = {'path': path, 'family': model.family}
     try:
         tokenizer = published_tokenizer(path)
-    except (OSError, ImportError, ValueError) as error:  # only some uses need a tokenizer
+    except (OSError, ImportError, ValueError) as error:
         tokenizer = None
         facts['no_tokenizer'] = str(error)
     return model, tokenizer, facts
