@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import math
+import itertools
 import re
 import shutil
 import sys
@@ -114,7 +115,7 @@ def test_an_examples_flops_are_counted(name, folder):
 
 
 # the trained model is a usual one
-STANDARD = {'growing_length', 'label_smoothing', 'soap', 'typical_sampling', 'weight_mean'}
+STANDARD = {'beam_search', 'growing_length', 'label_smoothing', 'soap', 'typical_sampling', 'weight_mean'}
 
 
 @pytest.mark.parametrize('name', EXAMPLES)
@@ -482,3 +483,28 @@ def test_streams_start_as_the_usual_network(name):
     usual = flat.GPT(flat.GPTConfig(**fields)).double()
     usual.load_state_dict(state)
     torch.testing.assert_close(usual(idx), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('alpha', [0.6, 8.0])
+def test_beam_search(alpha):
+    """A wide beam, next to the scores of all continuations; one beam, next to greedy decoding."""
+    with imported('beam_search') as found:
+        import sample
+        from model import GPT, GPTConfig
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=5)).eval()
+        for w in model.parameters():
+            torch.nn.init.normal_(w, std=0.3)
+        scores = {}
+        for tokens in itertools.product(range(5), repeat=4):
+            end = next((i for i in range(4) if tokens[i] == 1), 3) + 1
+            log_p = model(torch.tensor([[3, 0, *tokens]])).double().log_softmax(-1)[0, 1:-1]
+            total = sum(log_p[i, tokens[i]].item() for i in range(end))
+            scores[tokens[:end]] = total / ((5 + end) / 6) ** alpha
+        found.update(BEAMS=5 ** 3, ALPHA=alpha)
+        score, tokens = found['search'](model, [3, 0], 4, [1])
+        assert tuple(tokens) == max(scores, key=scores.get)
+        assert score == pytest.approx(max(scores.values()), rel=1e-5)
+        found['BEAMS'] = 1
+        greedy = [token for _, token in sample.generate(model, [[3, 0]], 30, temperature=0)]
+        assert [token for _, token in found['generate'](model, [[3, 0]], 30)] == greedy

@@ -1,0 +1,77 @@
+"""
+Beam search, with the length normalisation of Google's translation system (arXiv:1609.08144, equation 14,
+without the coverage penalty).
+
+    python sample.py examples/beam_search.py --start=def --max_new_tokens=100
+
+The file replaces generate of sample.py, and changes nothing in train.py. A beam that draws a stop token has
+ended, and its score includes the stop token. The search stops when no other beam can reach a higher score.
+The options of sampling have no effect. The KV cache has a row per beam: cache.select copies the rows of the
+beams that continue.
+"""
+import math
+
+import torch
+
+from sample import Sample, prefill
+
+BEAMS = 4
+ALPHA = 0.6  # 0: the total log probability is the score
+
+num_samples = 1  # others would be equal
+
+
+def score(log_p, length):
+    """The normalised log probability of `length` tokens."""
+    return log_p / ((5 + length) / (5 + 1)) ** ALPHA
+
+
+def next_log_p(model, contexts, cache):
+    """Log probabilities (beams, V) of the next token. The cache may hold the first tokens of the contexts."""
+    prefill(model, [context[:-1] for context in contexts], cache, range(len(contexts)))
+    last = torch.tensor([context[-1:] for context in contexts], device=cache.length.device)
+    return model(last, cache=cache)[:, -1].cpu().double().log_softmax(-1)
+
+
+@torch.no_grad()
+def search(model, prompt, max_new_tokens, stop_tokens=()):
+    """Token ids -> the highest score, and its new tokens, which may end with a stop token."""
+    size = min(len(prompt) + max_new_tokens, model.config.block_size)
+    cache = model.make_cache(1, size)
+    start = max(0, len(prompt) - size)  # the context is tokens[start:]
+    beams = [(0.0, prompt)]             # total log probability, all tokens
+    best = -math.inf, []
+    for n in range(1, max_new_tokens + 1):
+        length = len(prompt) + n - 1
+        if length - start > size:       # keep the last half, as generate of sample.py does
+            start = length - max(1, size // 2)
+            cache.reset()
+        totals = torch.tensor([[total] for total, _ in beams], dtype=torch.double)
+        totals = totals + next_log_p(model, [tokens[start:] for _, tokens in beams], cache)  # (beams, V)
+        found = totals.flatten().topk(min(totals.numel(), BEAMS * (1 + len(stop_tokens))))
+        parents, live = [], []
+        for total, i in zip(found.values.tolist(), found.indices.tolist()):
+            parent, token = divmod(i, totals.shape[1])
+            tokens = [*beams[parent][1], token]
+            if token in stop_tokens or n == max_new_tokens:
+                best = max(best, (score(total, n), tokens[len(prompt):]))
+            elif len(live) < BEAMS:
+                parents.append(parent)
+                live.append((total, tokens))
+        if not live or best[0] >= score(live[0][0], max_new_tokens):
+            break
+        cache.select(parents)
+        beams = live
+    return best
+
+
+def generate(model, prompts, max_new_tokens, stop_tokens=(), **options):
+    """Yields the tokens that `search` finds, as generate of sample.py does."""
+    for number, prompt in enumerate(prompts):
+        sample = Sample(number, [*prompt], max_new_tokens, 0, None)
+        for token in search(model, prompt, max_new_tokens, stop_tokens)[1]:
+            if sample.n_left and token not in stop_tokens:
+                sample.n_left -= 1
+                sample.tokens.append(token)
+                yield sample, token
+        yield sample, None
