@@ -74,7 +74,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import sample
 import train
-from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params
+from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, mixing_flops, num_params
 from prepare import (
     FORMATS,
     Bins,
@@ -320,7 +320,7 @@ def print_contexts(model, lengths, flops, dtype):
     mixing = account(model)['mixing'][2]
     print_table('prompt tokens', ['TFLOPs with weights', 'TFLOPs of attention', 'KV cache, GB'], {
         f'{n:,}': [f"{count:,.4g}" for count in (
-            (flops - mixing) / 3e12 * n, sum(mixer.flops(n) for mixer in model.mixers) / 3e12 * n,
+            (flops - mixing) / 3e12 * n, mixing_flops(model, n) / 3e12 * n,
             cache_bytes(model, n, dtype) / 1e9)]
         for n in lengths})
 

@@ -1482,14 +1482,24 @@ LOOKUP_GROUPS = {'embedding', 'bigram'}  # a token reads one row, which costs no
 def account(model):
     """Name of each parameter -> (elements, elements that a token uses, training FLOPs per token).
     'head' (if tied), 'mtp' and 'mixing' (products without weights) have only FLOPs."""
-    length = model.config.block_size
     rows = {name: cost(model, name, w) for name, w in model.named_parameters()}
     head = next((model.lm_head or model.wte).parameters())
     if model.lm_head is None:
         rows['head'] = 0, 0, (6 if head.requires_grad else 4) * head.numel()
     if model.mtp is not None:
-        rows['mtp'] = 0, 0, model.mtp.block.attn.flops(length) + 6 * head.numel()
-    return rows | {'mixing': (0, 0, sum(mixer.flops(length) for mixer in model.mixers))}
+        rows['mtp'] = 0, 0, 6 * head.numel()
+    return rows | {'mixing': (0, 0, mixing_flops(model, model.config.block_size))}
+
+
+def passes(model, name):
+    """How often a module or parameter computes in a forward pass."""
+    return max(1, sum(name.startswith(f'h.{i}.') for i, _ in model.schedule))
+
+
+def mixing_flops(model, length):
+    """Training FLOPs per token of products without weights: the sum of flops(length) of modules."""
+    return sum(part.flops(length) * passes(model, name) for name, part in model.named_modules()
+               if hasattr(part, 'flops'))
 
 
 def cost(model, name, w):
@@ -1501,8 +1511,7 @@ def cost(model, name, w):
     if 'experts.' in name:
         active = round(active * config.n_expert_active / config.n_expert)
     is_product = GROUPS[group] and group not in LOOKUP_GROUPS
-    passes = max(1, sum(name.startswith(f'h.{i}.') for i, _ in model.schedule))
-    return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product * passes
+    return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product * passes(model, name)
 
 
 def num_params(model, active=False):

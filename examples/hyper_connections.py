@@ -38,8 +38,10 @@ class HyperConnection(nn.Module):
         self.dynamic = Linear(config.n_embd, N + 2, init=nn.init.zeros_, group='gate')
         scale_init = functools.partial(nn.init.constant_, val=0.01)
         self.scales = parameter(2, init=scale_init, group='scalar')          # s_alpha, s_beta
+
+    def flops(self, length):
         # products with streams, and with `dynamic` for all streams but the first
-        self.flops = 6 * config.n_embd * (N * (N + 1) + (N - 1) * (N + 2))
+        return 6 * self.dynamic.in_features * (N * (N + 1) + (N - 1) * (N + 2))
 
     def forward(self, streams, function):
         """streams (B, T, N, C), function (B, T, C) -> (B, T, C)"""
@@ -59,9 +61,6 @@ class HyperBlock(Block):
             raise ValueError("hyper-connections need norm_placement='pre' and mtp=False")
         self.hyper_attn = HyperConnection(config, 2 * layer % N)
         self.hyper_mlp = HyperConnection(config, (2 * layer + 1) % N)
-        flops = self.attn.flops
-        further = self.hyper_attn.flops + self.hyper_mlp.flops
-        self.attn.flops = lambda length: flops(length) + further
 
     def forward(self, streams, context):
         streams = self.hyper_attn(streams, lambda x: self.branch(self.attn(self.ln_1(x), context)))

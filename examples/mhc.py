@@ -53,7 +53,9 @@ class HyperConnection(nn.Module):
             res = 6 * torch.eye(N).flatten()
             w.copy_(torch.cat((4 * torch.eye(N)[stream] - 2, torch.zeros(N), res)))
         self.static = parameter(2 * N + N * N, init=static_init, group='vector')   # the biases b
-        self.flops = 6 * config.n_embd * N * (N + 1)                              # without phi
+
+    def flops(self, length):
+        return 6 * self.phi.in_features * (N + 1)                                  # without phi
 
     def forward(self, streams, function):
         """streams (B, T, N, C), function (B, T, C) -> (B, T, C)"""

@@ -1,8 +1,8 @@
 """Runs every file of examples/ as its users do, and compares each idea's formula with a naive loop."""
 import contextlib
 import dataclasses
-import math
 import itertools
+import math
 import re
 import shutil
 import sys
