@@ -456,6 +456,9 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
+        if not is_plain(config, layer):  # a subclass of yours
+            raise ValueError(f"{type(self).__name__} needs the default norm_placement, residual_scale, "
+                             "layer_scalar and expert_pattern: derive it from VariantBlock")
         self.ln_1 = Norm(config.n_embd, config)
         self.attn = make_mixer(config, layer)
         self.ln_2 = Norm(config.n_embd, config)
@@ -1240,9 +1243,13 @@ def make_mlp(config, layer):
 
 def make_block(config, layer):
     """A Block, or a VariantBlock if the config needs its options."""
-    is_plain = (config.norm_placement == 'pre' and config.residual_scale == 1 and not config.layer_scalar
-                and config.mlp_of(layer) != 'N')
-    return (Block if is_plain else VariantBlock)(config, layer)
+    return (Block if is_plain(config, layer) else VariantBlock)(config, layer)
+
+
+def is_plain(config, layer):
+    """Whether a Block has all options of the config."""
+    return (config.norm_placement == 'pre' and config.residual_scale == 1 and not config.layer_scalar
+            and config.mlp_of(layer) != 'N')
 
 
 class VariantBlock(Block):

@@ -60,9 +60,8 @@ class DepthBlock(Block):
 
 def make_block(config, layer):
     """Raises ValueError for options that need a residual stream."""
-    if config.norm_placement != 'pre' or config.mtp or config.residual_lambdas:
-        raise ValueError("attention residuals need norm_placement='pre', mtp=False and "
-                         "residual_lambdas=False")
+    if config.mtp or config.residual_lambdas:
+        raise ValueError("attention residuals need mtp=False and residual_lambdas=False")
     return DepthBlock(config, layer)
 
 

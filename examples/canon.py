@@ -6,8 +6,7 @@ residual connection, which let neighbouring tokens exchange information inside a
     python sample.py examples/canon.py --start=def
 
 There are four in each block: A before attention, B on queries, keys and values, C before the MLP, and D
-before the activation of the MLP. Each one is a Mixer inside a block: it declares the tokens before the new
-ones as a state, and the cache keeps them.
+before the activation of the MLP. Each is a Mixer inside a block, and its state is the last tokens.
 """
 import torch
 
@@ -67,6 +66,8 @@ class CanonBlock(Block):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
+        if (type(self.attn), type(self.mlp)) != (Attention, MLP):
+            raise ValueError('Canon layers replace only plain attention and dense MLPs')
         self.attn = CanonAttention(config, layer)
         self.mlp = CanonMLP(config, layer)
         self.canon_a, self.canon_c = (Canon(config, layer, config.n_embd) for _ in range(2))

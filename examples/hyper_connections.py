@@ -57,8 +57,8 @@ class HyperBlock(Block):
     """A block on several streams."""
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        if config.norm_placement != 'pre' or config.mtp:
-            raise ValueError("hyper-connections need norm_placement='pre' and mtp=False")
+        if config.mtp:
+            raise ValueError("hyper-connections need mtp=False")
         self.hyper_attn = HyperConnection(config, 2 * layer % N)
         self.hyper_mlp = HyperConnection(config, (2 * layer + 1) % N)
 

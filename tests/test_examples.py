@@ -130,6 +130,15 @@ def test_an_example_is_not_exported_as_something_else(name, folder):
             sample.load('out')
 
 
+@pytest.mark.parametrize('name, options', [
+    ('canon', '--n_expert=4'), ('canon', '--mixer_pattern=C'), ('engram', '--norm_placement=sandwich'),
+    ('hyper_connections', '--mtp=True'), ('mhc', '--residual_scale=2.0'),
+    ('attention_residuals', '--layer_scalar=True')])
+def test_options_that_an_example_replaces_are_rejected(name, options, folder):
+    with pytest.raises(ValueError, match='need|replace'):
+        train(name, options)
+
+
 # each idea next to a naive computation ----------------------------------------------------------------------
 
 def randomized(flat, **options):
