@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENCODING, tokenize.ENDMARKER}
-NOT_READ = {'config', 'data'}  # settings, and what runs write, as in out*
+NOT_READ = {'config', 'data', 'examples'}  # settings, what runs write (also out*), worked examples
 
 
 def tokens(source):
