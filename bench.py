@@ -185,8 +185,9 @@ def cache_bytes(model, length, dtype):
 
 
 def cache_per_token(model, dtype):
-    """Bytes that one more token adds to the cache of a sequence."""
-    return cache_bytes(model, 1, dtype) - cache_bytes(model, 0, dtype)
+    """Bytes that one more token adds to the cache of a sequence of block_size tokens."""
+    length = model.config.block_size
+    return cache_bytes(model, length, dtype) - cache_bytes(model, length - 1, dtype)
 
 
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):

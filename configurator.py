@@ -178,10 +178,10 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     """Overrides a script's settings by config files and flags, and prints them.
 
     settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
-    number of plain words allowed. argv: replaces the script's command line. default_file: used if no config
-    file and no model is named. tunes: with a model, default_file still sets the script's own
-    settings. texts: .py files outside of config/ are words. Raises ValueError for unknown settings
-    and wrong types.
+    number of plain words allowed. argv: replaces the script's command line. default_file: used if the
+    command names no model and no config file outside of examples/. tunes: with a model, default_file
+    still sets the script's own settings. texts: .py files outside of config/ are words. Raises
+    ValueError for unknown settings and wrong types.
     """
     launched = settings['__name__'] == '__main__'
     own = declared(Path(settings['__file__']))
@@ -202,7 +202,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     args = [arg for arg in argv if arg not in plain]
     start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
     if (launched and default_file and (start == 'scratch' or tunes and start != 'resume')
-            and all(arg.startswith('-') for arg in args)):
+            and all(arg.startswith('-') or Path(arg).parent.name == 'examples' for arg in args)):
         args.insert(0, default_file)
     values = {name: setting.default for name, setting in known.items()}
     given = {}

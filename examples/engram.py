@@ -7,7 +7,8 @@ a hash of the last tokens and gates by its hidden state.
 
 Engram is a Mixer inside a block: the cache keeps the ids of the last tokens as its state. The memory costs
 parameters but nearly no time. Two parts of the paper are not here: the merging of similar tokens before the
-hash, and the short convolution after the gate (see examples/canon.py).
+hash, and the short convolution after the gate (see examples/canon.py). The authors' demo also takes a signed
+square root of the score before the sigmoid.
 """
 import torch
 from torch import nn

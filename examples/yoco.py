@@ -20,6 +20,8 @@ WINDOW = 16  # tokens that a layer of the self-decoder sees
 class YOCO(Attention):
     """A layer of the self-decoder or of the cross-decoder."""
 
+    can_slide = False  # window_pattern does not apply
+
     def __init__(self, config, layer):
         super().__init__(config, layer)
         if layer < self.source():

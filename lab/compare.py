@@ -153,7 +153,7 @@ def make_variants(texts, base, place):
         code = place / revision.replace('/', '_')
         digest = copy_code(revision, code)
         args = [*base, *flags]
-        is_bare = not any(map(is_config, args))
+        is_bare = not any(is_config(arg) and Path(arg).parent.name != 'examples' for arg in args)
         if is_bare:
             args = ['config/default.py', *args]
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]

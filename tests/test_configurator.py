@@ -328,3 +328,12 @@ def why_stop(signals, time_limit): return 1
     assert found['SCHEDULES'].keys() == {'cosine', 'linear', 'wsd', 'step'}
     assert found['seed_dropout'].__module__ == found['set_rates'].__module__ == '__main__'
     assert 'helper' not in found and common.log_rows('out')[-1]['iter'] == '1'
+
+
+def test_an_example_extends_the_default_file(folder, capsys):
+    """Another config file replaces it."""
+    for name in 'examples/mine.py', 'mine.py':
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text('mlp = "gelu"', 'utf-8')
+        common.run('train.py', name, *common.TOY, '--max_iters=1')
+        assert ('config/default.py: dataset' in capsys.readouterr().out) == name.startswith('examples')

@@ -195,7 +195,7 @@ def test_canon_is_a_convolution(folder):
         torch.testing.assert_close(layer(x, flat.make_context(net, idx)), y)
         counts = [m.conv.shape[0] for m in net.h[1].modules() if hasattr(m, 'conv')]
         assert sorted(counts) == [32, 32, 64, 2 * net.config.d_ff]
-# the formulas -----------------------------------------------------------------------------------------------
+
 
 def test_relu_power_equals_its_formula():
     with imported('relu_power') as found:
@@ -285,6 +285,8 @@ def test_fire_equals_its_formula():
             b = torch.stack([w_2[h] @ (n * w_1 + b_1).clamp(min=0) for n in x])
             o = torch.softmax(k[h // 2, :i + 1] @ q[h, i] / 8 ** 0.5 + b, 0) @ v[h // 2, :i + 1]
             assert torch.allclose(y[i, 8 * h:8 * h + 8], o, atol=1e-4)
+
+
 def test_soap():
     """Both projections of a fused matrix, next to algorithm 3 in NumPy."""
     grads = np.random.default_rng(0).normal(size=(6, 16, 8))
@@ -335,6 +337,8 @@ def test_engram_reads_the_rows_of_the_last_tokens(folder):
         gate = torch.sigmoid((h * k).sum(-1) / 32 ** 0.5)
         torch.testing.assert_close(layer(x, flat.make_context(net, idx)),
                                    gate[..., None] * (memory @ layer.c_proj.weight.T))
+
+
 def test_weight_mean(folder):
     """A checkpoint has the mean of the weights of a usual run, and these weights in the optimizer's state."""
     usual = [train('typical_sampling', '--decay_lr=False', f'--max_iters={n}')['model'] for n in (1, 2, 3, 4)]
@@ -384,7 +388,7 @@ def test_typical_sampling():
             drawn = found['sample_token'](logits.expand(4000, 6), u, temperature=0.8)
             share = [p[i] / p[kept].sum() if i in kept else 0 for i in range(6)]
             np.testing.assert_allclose(drawn.bincount(minlength=6) / 4000, share, atol=1e-3)
-# formulas ---------------------------------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def built(name, **fields):
