@@ -3,7 +3,6 @@ Measures how fast and how good a model is, and how much memory it needs.
 
     python bench.py train config/gpt2.py --n_layer=4 --n_head=4 --n_embd=128 --vs=../nanoGPT
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # parameters, FLOPs, KV cache
-    python bench.py decode config/gpt2.py --batch_size=8     # generation
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py eval --init_from=out                     # loss of val.bin
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # a text or JSON lines

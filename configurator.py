@@ -14,8 +14,8 @@ Its type is its annotation, or the type of its default. Brackets in its remark a
     [fixed]         a resumed run cannot change the setting
     [changeable]    a checkpoint can be loaded with another value of the field
     [random]        the field makes training random; lab/check.py switches it off
-configure reads settings from source text, because imports are slow. A config file may also define
-functions, classes and tables (dicts in upper case) of the script: see use_parts.
+configure reads settings from source text, because imports are slow. use_parts explains what else a
+config file may define.
 """
 import ast
 import builtins

@@ -1504,7 +1504,7 @@ def passes(model, name):
 
 
 def mixing_flops(model, length):
-    """Training FLOPs per token of products without weights: the sum of flops(length) of modules."""
+    """Training FLOPs per token of products without weights."""
     return sum(part.flops(length) * passes(model, name) for name, part in model.named_modules()
                if hasattr(part, 'flops'))
 

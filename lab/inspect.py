@@ -3,7 +3,6 @@ Prints what happens inside a trained model when it reads a text.
 
     python lab/inspect.py 'The cat sat on the mat.' --init_from=out
     python lab/inspect.py 'The cat sat on the mat.' --init_from=out --png=a.png --layer=3  # and a picture
-    python lab/inspect.py --init_from=out --rope_scaling="{'rope_type': 'yarn', 'factor': 4.0}"
 
 For each head, it prints the entropy of the attention, the mean distance that the head looks back, and its
 weights on the token itself and on the first token. For each layer, it prints the root mean square (RMS) of
