@@ -6,8 +6,7 @@ results.
     python lab/check.py config/llama_small.py
     python lab/check.py --init_from=out       # a small model of the checkpoint's kind
 
-A check is a function of a small config. It raises AssertionError, or returns None or a remark. If you
-change a formula, change tests/formulas.py too.
+A check is a function of a small config. It raises AssertionError, or returns None or a remark.
 """
 import os
 import sys
