@@ -112,7 +112,7 @@ def timed(calls, steps, counts=(1,)):
 
 
 def take_turns(sides, rounds):
-    """Calls sides, {name: function that returns seconds}, in turns -> {name: (rounds, ...)}."""
+    """sides: {name: function that returns seconds}, called alternately -> {name: (rounds, ...)}."""
     turns = [{name: side() for name, side in sides.items()} for _ in range(1 + rounds)]
     return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # the first is a warm-up
 

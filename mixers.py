@@ -84,8 +84,8 @@ class VariantAttention(Attention):
 
 class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
-    are projections of one latent per token; the cache keeps the latent and one rotary key. If that
-    saves multiplications, forward projects queries and outputs instead (section 2.1.2)."""
+    are projections of one latent per token; the cache keeps the latent and one rotary key. With a
+    cache, forward projects queries and outputs instead if this is cheaper (section 2.1.2)."""
 
     @classmethod
     def defaults(cls, config):

@@ -115,7 +115,7 @@ class GPTConfig:
     embed_scale: float | None = None  # factor on embeddings; None: 1, or sqrt(n_embd) if sinusoidal
     bigram_size: int | None = None   # rows of an embedding of token pairs (modded-nanogpt)
     residual_scale: float = 1.0      # factor on the outputs of attention and MLP (Granite)
-    residual_lambdas: bool = False   # adds embeddings to each layer's input, with learned weights
+    residual_lambdas: bool = False   # each layer's input is a x + b x0, with learned a and b
     layer_scalar: bool = False       # a constant factor on each block's output (Gemma 4)
     # MLP, biases
     mlp_limit: float = 7.0           # bound of gate and up [if mlp == 'swiglu_oai']
@@ -795,7 +795,7 @@ class Cache:
         if n_slots == self.max_len:
             return slot[:, :self.longest + T]
         last = positions[:, :1] - int(T > 1)  # if T > 1, append returns the old slots, then the new tokens
-        held = (last - (last - slot) % n_slots).clamp(min=-1)  # the latest position in each slot
+        held = (last - (last - slot) % n_slots).clamp(min=-1)
         if T == 1:
             return held[:, :self.longest + 1]
         return torch.cat((held[:, :self.longest], positions), dim=1)
@@ -945,7 +945,7 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
     # eager_attention skips keys outside a window
     if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
-    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # its minimum width
+    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # flex_attention needs this width
         from torch.nn.attention.flex_attention import flex_attention
         return flex_attention(q, k, v, *mask.flex, scale, enable_gqa=group > 1)
     is_causal = bias is None and mask.is_causal and T > 1

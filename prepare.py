@@ -402,7 +402,7 @@ def find_source(source):
     if os.path.isfile(path):
         name = Path(unpacked(path)).stem
         paths = [path]
-    else:  # the last folder before wildcards
+    else:
         pattern = os.path.join(glob.escape(path), '**', '*') if os.path.isdir(path) else path
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
         files = filter(os.path.isfile, glob.glob(pattern, recursive=True))

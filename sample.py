@@ -40,7 +40,7 @@ start = '\n'                # a prompt, FILE:name or LINES:name (one prompt per 
 num_samples = 3             # samples per prompt [>= 1]
 max_new_tokens = 500        # tokens per sample [>= 1]
 batch_size = 64             # samples at once [>= 1]
-output = ''                 # new file for the JSON lines [if not chat or start != '\n']
+output = ''                 # a file to create, with one JSON line per sample [if not chat or start != '\n']
 stop: str | tuple | list = ()  # texts that end a sample
 # conversation
 chat = False                # answer typed questions, or those in start
@@ -260,7 +260,7 @@ def compiled(model, versions):
     """Compiles `step`. versions: identifies the weights."""
     from torch._inductor import config as inductor
     torch.compiler.reset()
-    torch._dynamo.config.recompile_limit = 64  # one per shape of the cache
+    torch._dynamo.config.recompile_limit = 64
     device = model.wte.weight.device
     # only Hopper and Blackwell have a single matmul for all experts, as CUDA graphs need
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)

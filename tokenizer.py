@@ -42,7 +42,7 @@ def pieces(blocks, can_cut=True):
 
 def in_processes(procs, work, items):
     """Yields work(item) for each item, in order. procs: number of processes; None: one per core."""
-    if procs is None and hasattr(os, 'sched_getaffinity'):  # Slurm and taskset may give fewer cores
+    if procs is None and hasattr(os, 'sched_getaffinity'):
         procs = len(os.sched_getaffinity(0))
     items = iter(items)
     first = [*itertools.islice(items, 2)]

@@ -68,7 +68,7 @@ wandb_run_name = 'gpt2'
 # batch
 gradient_accumulation_steps = 40     # micro-batches per iteration, over all ranks [>= 1]
 batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1]
-# length of the run: the last given setting of three decides
+# length of the run: of the next three settings, the last one given counts
 max_iters = 600000                   # updates
 epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # training tokens; Chinchilla: 20 (arXiv:2203.15556)

@@ -46,7 +46,7 @@ class Engram(Mixer):
         ids = after_last(self, context.idx, context)           # (B, len(PRIMES) + T)
         mixed = 0
         found = []
-        first = 0  # row of the joined tables
+        first = 0  # where a table starts in the joined tables
         for back, multiplier in enumerate(MULTIPLIERS):
             token = ids[:, len(PRIMES) - back:][:, :T] + 1     # the token `back` places earlier
             mixed = mixed ^ token.where(context.position_ids >= back, 0) * multiplier

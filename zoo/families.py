@@ -208,7 +208,7 @@ def listed(pattern, theirs, marked, others):
 
 
 def every(pattern, theirs, usual, other, default):
-    """The Rule of a number n: every n-th layer has the letter `other`."""
+    """The Rule for a field with a number n: every n-th layer has the letter `other`."""
     return Rule({theirs: default}, lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))
 
 
@@ -1203,8 +1203,8 @@ def write_layers(config, c, family):
                             for i in range(config.n_layer)]
 
 
-NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # for one document, after training
-             'bias', 'n_dense_layer', 'window')  # other fields repeat these
+NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # none on one document after training
+             'bias', 'n_dense_layer', 'window')  # other fields determine them
 
 
 def canonical(config):
