@@ -1203,7 +1203,7 @@ def write_layers(config, c, family):
                             for i in range(config.n_layer)]
 
 
-NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # none on one document after training
+NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # none on one trained document
              'bias', 'n_dense_layer', 'window')  # other fields determine them
 
 
