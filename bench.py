@@ -463,7 +463,7 @@ def measure_decode(config, model_args):
 # how good ---------------------------------------------------------------------------------------------------
 
 def measure_eval(config, model_args, path=None):
-    """Evaluates a text, JSON lines, or a val.bin."""
+    """Evaluates the model on a text, JSON lines, or a val.bin."""
     dataset = config['dataset']
     lengths = config['lengths']
     meta = read_meta(data_folder(dataset)) if dataset else None

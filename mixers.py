@@ -135,7 +135,7 @@ class LatentAttention(BaseAttention):
         T = q.shape[2]
         S = latent.shape[2]
         up = rank * (nope + value)
-        absorb = (context.cache is not None  # compares multiplications per head
+        absorb = (context.cache is not None  # if it needs fewer multiplications per head
                   and T * (up + S * (2 * rank + rope)) < S * (up + T * sum(self.head_widths)))
         if absorb:
             q = q @ w_k

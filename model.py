@@ -89,7 +89,7 @@ class GPTConfig:
                                      # element, head: per head
     clip_qkv: float = 0.0            # bound of queries, keys and values (OLMo 1.7); 0: off
     k_eq_v: bool = False             # values are the keys before norm and rotation (Gemma 4)
-    v_norm: bool = False             # a norm without weights on values (Gemma 4)
+    v_norm: bool = False             # normalises values, without learned weights (Gemma 4)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see scale_queries
     # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434)
     kv_lora_rank: int | None = None  # width of the latent; None: no MLA
@@ -1028,7 +1028,7 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
         last = end if mask.is_causal else S
         keys = k[:, :, first:last]
         values = v[:, :, first:last]
-        # (B, K, H / K t, D) @ (B, K, D, s)
+        # (B, K, (H / K) t, D) @ (B, K, D, s) for t queries, s keys
         rows = q[:, :, start:end].reshape(B, K, -1, D)
         score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
         score = score.view(B, H, -1, last - first)

@@ -517,7 +517,7 @@ def encode_conversation(tok, conversation):
         if message['role'] == 'assistant':
             prompt = tok.render(messages[:n], True, tools)
             shared = os.path.commonprefix([prompt, text])
-            # the prompt may begin thoughts differently
+            # the template may open the thoughts of an answer differently
             agrees = shared == prompt or shared.startswith(tok.render(messages[:n], False, tools))
             begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
             later = stops[stops >= max(begin, end)]

@@ -9,9 +9,9 @@ Trains a model on a folder of tokens.
 
 Config files and --name=value set every setting below and every field of GPTConfig.
 
-The main program is at the end of this file. Batches do not depend on the number of ranks. A new run
-renames an earlier run's files in out_dir. Ctrl-C, SIGTERM and time_limit save ckpt.pt and then
-evaluate; --init_from=resume continues the run bit for bit.
+The main program is at the end of this file. A new run renames an earlier run's files in out_dir.
+Ctrl-C, SIGTERM and time_limit save ckpt.pt and then evaluate; --init_from=resume continues the run bit
+for bit.
 """
 import time
 
@@ -750,7 +750,8 @@ def log_row(path, wandb_run, row):
 
 
 def measure(run, row, seconds, epoch):
-    """Completes a row from `step`; waits for the device. seconds: per iteration; epoch: in tokens."""
+    """Completes the row that `step` returned; waits for the device. seconds: time per iteration;
+    epoch: its number of tokens."""
     tokens = run.tokens_per_update
     peak = peak_flops(run.machine.device, run.machine.dtype)
     weight = torch.as_tensor(row.pop('weight')).to(row['loss'])
@@ -892,7 +893,7 @@ if __name__ == '__main__':
                          f"{block_size}: give --block_size={meta['block_size']}, or prepare it again with "
                          f"--block_size={block_size}")
     for bins in train_bins, val_bins:
-        bins.n_sequences(block_size)  # raises ValueError if 0
+        bins.n_sequences(block_size)  # raises ValueError if there are none
         bins.vocab_size = model.config.vocab_size
         if meta['vocab_size'] > bins.vocab_size:
             bins.check_vocabulary()

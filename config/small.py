@@ -11,7 +11,7 @@ n_embd = 768
 d_ff = 2432             # gives 124.7M parameters
 block_size = 1024
 
-batch_size = 16         # fits 24 GB; on larger cards try 32 with 16 steps (64: over 2^31 logits)
+batch_size = 16         # fits 24 GB; on larger cards try 32, with gradient_accumulation_steps = 16
 gradient_accumulation_steps = 32  # 524,288 tokens per iteration
 tokens_per_param = 20   # Chinchilla's rule, 2.5B tokens; for a small dataset set --epochs=3
 optimizer = 'muon'

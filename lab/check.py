@@ -11,7 +11,7 @@ A check is a function of a small config. It raises AssertionError, or returns No
 import os
 import sys
 
-if __name__ == '__main__':  # otherwise Python searches lab/ first
+if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import contextlib
@@ -102,8 +102,7 @@ def randomized(config):
 
 
 def trainable(config):
-    """A randomized model that returns losses without random numbers: only its outermost module is in training
-    mode."""
+    """A randomized model with all losses, without dropout: only its outermost module is training."""
     model = randomized(dataclasses.replace(config, **dict.fromkeys(RANDOM, 0.0)))
     model.training = True
     return model

@@ -15,7 +15,7 @@ folder if you change a checkpoint that a run starts from.
 import os
 import sys
 
-if __name__ == '__main__':  # otherwise Python searches lab/ first
+if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import contextlib
@@ -103,8 +103,8 @@ def git(*args, **variables):
 
 @functools.cache
 def copy_code(revision, folder):
-    """Copies the Python files of a revision or of WORK to a new folder. Returns a hash of the files that runs
-    depend on."""
+    """Copies the Python files of a revision or of WORK to a new folder. Returns a hash of the files on
+    which a run depends."""
     if revision == 'WORK':  # a separate index includes new files
         git('add', '*.py', GIT_INDEX_FILE=f'{folder}.index')
         revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()

@@ -10,7 +10,7 @@ variant's loss. Prints the result and draws a picture.
 import os
 import sys
 
-if __name__ == '__main__':  # otherwise Python searches lab/ first
+if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import fileinput

@@ -421,7 +421,7 @@ def read_hunyuan(c, args):
 
 
 def read_minimind(c, args):
-    """MiniMind 3 is a Qwen3. A dense MiniMind 2 has n_routed_experts and is a Llama."""
+    """MiniMind 3 is a Qwen3. MiniMind 2 is a Llama; only its config.json has n_routed_experts."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
         args['n_expert'] = 0

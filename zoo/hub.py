@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 
-if __name__ == '__main__':  # otherwise Python searches zoo/ first
+if __name__ == '__main__':  # import from the folder above
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
 from configurator import check_values, configure, package, plain
