@@ -307,6 +307,8 @@ def print_parameters(model, title, params, mixer=None):
         for name, width in zip(('attn scores', 'attn weighted sum'), mixer.head_widths):
             counts[name] = [0, 2 * attended * width, 6 * attended * width]
         counts['attn softmax'] = [0, 5 * attended, 0]
+        if further := mixer.flops(length) - 6 * attended * sum(mixer.head_widths):
+            counts['attn, further'] = [0, further // 3, further]
     elif mixer:
         counts['attn, without weights'] = [0, mixer.flops(length) // 3, mixer.flops(length)]
     elif model.lm_head is None:

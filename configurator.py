@@ -162,7 +162,7 @@ def settings_of_scripts():
 
 def show(label, values):
     """Prints settings."""
-    items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'nothing for this script'
+    items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'no settings here'
     print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 

@@ -1226,9 +1226,14 @@ def make_mixer(config, layer):
     """A layer's mixer."""
     layer_config = config.at(layer)
     kind = MIXERS[config.mixer_of(layer)]
-    if kind is Attention and (layer_config.attn_gate or layer_config.clip_qkv or layer_config.k_eq_v
-                              or layer_config.v_norm or isinstance(layer_config.qk_norm, str)):
-        return further_layer('VariantAttention', layer_config, layer)
+    if issubclass(kind, Attention) and (layer_config.attn_gate or layer_config.clip_qkv or layer_config.k_eq_v
+                                        or layer_config.v_norm or isinstance(layer_config.qk_norm, str)):
+        from mixers import VariantAttention
+        if kind is Attention:
+            kind = VariantAttention
+        if not issubclass(kind, VariantAttention):
+            raise ValueError(f"{kind.__name__} supports no attn_gate, clip_qkv, k_eq_v, v_norm or other "
+                             "qk_norm: derive it from VariantAttention")
     return kind(layer_config, layer)
 
 
@@ -1405,7 +1410,8 @@ def wrong_values(config):
         if value is None:
             continue
         if any(isinstance(one, str) for one in known) and not (values and {*values} <= {*known}):
-            yield name, f"is not supported; choose one of {', '.join(map(str, known))}"
+            hint = ', or name the config file that adds it' if isinstance(field.type, str) else ''
+            yield name, f"is not supported; choose one of {', '.join(map(str, known))}{hint}"
         elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
             yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
 

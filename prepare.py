@@ -76,7 +76,7 @@ VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
 cleanup = contextlib.ExitStack()  # removes temporary files
-MAIN = os.getpid()  # the only process that runs cleanup
+MAIN = os.getpid()
 
 
 # files as documents -----------------------------------------------------------------------------------------

@@ -1037,9 +1037,10 @@ if __name__ == '__main__':
         status = 'stopped' if reason > TIME_IS_OVER else 'time_limit' if reason else 'done'
         note(out_dir, status=status, peak_mb=memory)
         if not reason:
+            files = [arg for arg in sys.argv if Path(arg).parent.name == 'examples']
             print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
                    f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-                   f"python sample.py --out_dir={shlex.quote(out_dir)}")
+                   f"python {shlex.join(['sample.py', *files, f'--out_dir={out_dir}'])}")
     if lock:
         lock.close()
     if dist.is_initialized():

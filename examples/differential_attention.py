@@ -2,7 +2,7 @@
 Differential attention: each head subtracts a second softmax from its first one, so that weights on
 irrelevant tokens cancel (Differential Transformer, arXiv:2410.05258, equations 1 to 3).
 
-    python train.py examples/differential_attention.py
+    python train.py examples/differential_attention.py --n_head=4
     python sample.py examples/differential_attention.py --start=def
 
 A differential head consists of two of the model's heads: head i of the first half has the first

@@ -69,3 +69,4 @@ def block_means(k, stride):
 
 MIXERS['O'] = BlockAttention
 mixer_pattern = 'O'
+window = window_pattern = None  # as config/default.py has windows

@@ -56,3 +56,4 @@ class YOCO(Attention):
 
 MIXERS['Y'] = YOCO
 mixer_pattern = 'Y'
+window = window_pattern = None  # as config/default.py has windows
