@@ -123,7 +123,7 @@ def parse_variant(text):
 
 
 def in_child(function, *args):
-    """Calls a function in a copy of this process, because config files may change our modules. Raises
+    """Calls a function in a copy of this process, because config files may change modules. Raises
     ValueError."""
     with multiprocessing.Pool(1, signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:
         try:
