@@ -391,7 +391,8 @@ class BaseAttention(Mixer):
 
     def flops(self, length):
         # counts masked keys too, as PaLM does (arXiv:2204.02311, appendix B)
-        return 6 * self.n_head * sum(self.head_widths) * min(length, self.window or length)
+        seen = self.config.window + self.config.window_global if self.reach == 'G' else self.window or length
+        return 6 * self.n_head * sum(self.head_widths) * min(length, seen)
 
 
 class Attention(BaseAttention):
@@ -871,19 +872,28 @@ def last_tokens(x, keep, lengths):
 @dataclasses.dataclass
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
-    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or see part
     is_causal: bool               # queries and keys are of the same tokens; later keys are hidden
-    window: int | None            # largest number of keys that a query sees; None: all
+    window: int | None = None     # largest number of keys that a query sees, without global tokens; None: all
+    n_global: int = 0             # number of first keys that all later queries see
     flex: tuple | None = None     # what flex_mask returns
+    part: typing.Callable | None = None  # (slice of queries, slices of keys) -> part of the bias, if T is long
 
     def add(self, bias):
         """This Mask plus a bias (1 or B, 1 or H, T, S). -inf hides a key; each query
         must see at least one key."""
-        if self.bias is not None:
-            bias = bias + self.bias
+        own = self.part(slice(None), [slice(None)]) if self.part else self.bias
+        if own is not None:
+            bias = bias + own
         elif self.is_causal:  # kernels with a bias do not hide later keys
             bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
-        return Mask(bias, self.is_causal, self.window)
+        return Mask(bias, self.is_causal, self.window, self.n_global)
+
+
+def pick(x, slices, dim):
+    """Slices of x along a dimension, joined."""
+    parts = [x[(slice(None),) * (dim % x.ndim) + (part,)] for part in slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def visible(q_pos, k_pos, first):
@@ -900,27 +910,38 @@ def make_mask(model, context, window, has_alibi, reach):
     cache = context.cache
     is_causal = cache is None or cache.longest == 0
     span = config.window if reach == 'G' else window
-    if not has_alibi and context.document_starts is None and needs_no_mask(context, is_causal, span, reach):
-        return Mask(None, is_causal, None)
+    starts = context.document_starts
+    if not has_alibi and starts is None and needs_no_mask(context, is_causal, span, reach):
+        return Mask(None, is_causal)
 
     k_pos = positions if cache is None else cache.key_positions(window, positions)
-    begin = torch.zeros_like(positions) if context.document_starts is None else context.document_starts
+    begin = torch.zeros_like(positions) if starts is None else starts
     back = context.position_ids % window if reach == 'C' else (span or config.block_size) - 1
     first = (positions - back).clamp(min=begin)
     if cache is not None:  # padding that sees no key would become NaN
         first = first.clamp(max=cache.max_len - 1)
-    seen = visible(positions, k_pos, first)
-    if reach == 'G':
-        is_global = k_pos[:, None, None] < begin[:, None, :, None] + config.window_global
-        seen = seen | visible(positions, k_pos, begin) & is_global
-    slopes = None
-    bias = torch.zeros((), dtype=context.dtype, device=positions.device)
-    if has_alibi:
-        slopes = alibi_slopes(config.n_head, positions.device) * config.alibi_scale
-        distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
-        bias = (-slopes[:, None, None] * distance).to(context.dtype)
+    slopes = alibi_slopes(config.n_head, positions.device) * config.alibi_scale if has_alibi else None
+
+    def part(queries, keys):
+        q_pos, nearest, start = positions[:, queries], first[:, queries], begin[:, queries]
+        keys = pick(k_pos, keys, 1)
+        seen = visible(q_pos, keys, nearest)
+        if reach == 'G':
+            is_global = keys[:, None, None] < start[:, None, :, None] + config.window_global
+            seen = seen | visible(q_pos, keys, start) & is_global
+        bias = torch.zeros((), dtype=context.dtype, device=positions.device)
+        if has_alibi:
+            distance = (q_pos[:, :, None] - keys[:, None])[:, None]  # (1 or B, 1, T, S)
+            bias = (-slopes[:, None, None] * distance).to(context.dtype)
+        return bias.where(seen, -math.inf)
+
+    n_global = config.window_global if reach == 'G' else 0
+    limit = span if starts is None or reach != 'G' else None  # global tokens differ by document
     flex = flex_mask(first, slopes) if reach != 'G' and use_flex(model, context) else None
-    return Mask(bias.where(seen, -math.inf), is_causal, window, flex)
+    in_blocks = positions.shape[1] > BLOCK and (
+        context.eager or is_causal and limit and positions.device.type == 'cpu')
+    bias = None if in_blocks else part(slice(None), [slice(None)])
+    return Mask(bias, is_causal, limit, n_global, flex, part if in_blocks else None)
 
 
 def needs_no_mask(context, is_causal, span, reach):
@@ -942,8 +963,7 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
     K, S = k.shape[1:3]
     bias = mask.bias
     group = H // K
-    # eager_attention skips keys outside a window
-    if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
+    if context.eager or mask.part:  # eager_attention skips keys outside a window
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
     if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # flex_attention needs this width
         from torch.nn.attention.flex_attention import flex_attention
@@ -1024,24 +1044,28 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
     block = T if few or weights is not None else BLOCK
     for start in range(0, T, block):
         end = min(start + block, T)
-        first = max(0, start + 1 - mask.window) if mask.is_causal and mask.window else 0
-        last = end if mask.is_causal else S
-        keys = k[:, :, first:last]
-        values = v[:, :, first:last]
+        seen = [slice(0, end if mask.is_causal else S)]
+        if mask.is_causal and mask.window and (first := max(0, start + 1 - mask.window)) > mask.n_global:
+            seen = [slice(0, mask.n_global)] * bool(mask.n_global) + [slice(first, end)]
+        keys = pick(k, seen, 2)
+        values = pick(v, seen, 2)
+        n_keys = keys.shape[2]
         # (B, K, (H / K) t, D) @ (B, K, D, s) for t queries, s keys
         rows = q[:, :, start:end].reshape(B, K, -1, D)
         score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
-        score = score.view(B, H, -1, last - first)
+        score = score.view(B, H, -1, n_keys)
         if softcap:
             score = softcap * torch.tanh(score / softcap)
-        if mask.bias is not None:
-            score = score + mask.bias[:, :, start:end, first:last]
+        if mask.part:
+            score = score + mask.part(slice(start, end), seen)
+        elif mask.bias is not None:
+            score = score + pick(mask.bias[:, :, start:end], seen, -1)
         if sink is not None:  # a sink has a weight but no value
             score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
-        weight = score.softmax(dim=-1)[..., :last - first]
+        weight = score.softmax(dim=-1)[..., :n_keys]
         if weights is not None:
             weights.append(weight)
-        weight = F.dropout(weight, p).reshape(B, K, -1, last - first)
+        weight = F.dropout(weight, p).reshape(B, K, -1, n_keys)
         y = (weight[..., None] * values[:, :, None]).sum(dim=-2) if few else weight @ values
         out.append(y.view(B, H, end - start, -1))
     return torch.cat(out, dim=2)
