@@ -204,9 +204,9 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
     return accumulation, share // accumulation
 
 
-def to_device(batch, device):
-    """(inputs, targets), int64 arrays (B, T), as tensors on the device."""
-    batch = map(torch.from_numpy, batch)
+def to_device(arrays, device):
+    """Arrays as tensors on the device. The host does not wait for the copy."""
+    batch = map(torch.from_numpy, arrays)
     if 'cuda' in device:  # contiguous first, or pinning is lost
         return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
     return [tensor.to(device) for tensor in batch]
@@ -227,8 +227,8 @@ def read_batches(run, bins):
                   for first in firsts]
         weights = [1.0] * accumulation
         if bins.masks:
-            counts = [np.count_nonzero(targets != -1) for _, targets in arrays]
-            counts = torch.tensor(counts, dtype=torch.float32).to(device)
+            counts = np.float32([np.count_nonzero(targets != -1) for _, targets in arrays])
+            counts, = to_device([counts], device)
             weights = counts * (accumulation * RANKS) / all_reduce(counts.sum()).clamp(min=1)
         yield [(*to_device(array, device), weight) for array, weight in zip(arrays, weights)]
 
@@ -669,6 +669,8 @@ def save(run, name, constant):
     path = Path(run.config['out_dir'], name)
     temp = path.with_suffix('.tmp')
     if RANK == 0:
+        # a quarter of the time: fsync and renaming already protect against a torn file
+        torch.serialization.set_crc32_options(False)
         try:
             with open(temp, 'wb') as f:
                 torch.save(constant | state, f)
@@ -856,7 +858,8 @@ if __name__ == '__main__':
     if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first GPU
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
-        timeout = datetime.timedelta(hours=1)  # saving may take minutes
+        # saving may take minutes, and a rank that hangs should not occupy the others for long
+        timeout = datetime.timedelta(minutes=10)
         store, *_ = next(dist.rendezvous('env://', timeout=timeout))
         # torchrun reuses its store after a restart
         store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), store)
