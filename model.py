@@ -874,10 +874,10 @@ class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or see part
     is_causal: bool               # queries and keys are of the same tokens; later keys are hidden
-    window: int | None = None     # largest number of keys that a query sees, without global tokens; None: all
-    n_global: int = 0             # number of first keys that all later queries see
+    window: int | None = None     # largest number of other keys that a query sees; None: all
+    n_global: int = 0             # number of first keys that all later queries see in any case
     flex: tuple | None = None     # what flex_mask returns
-    part: typing.Callable | None = None  # (slice of queries, slices of keys) -> part of the bias, if T is long
+    part: typing.Callable | None = None  # (slice of queries, slices of keys) -> part of a bias for long T
 
     def add(self, bias):
         """This Mask plus a bias (1 or B, 1 or H, T, S). -inf hides a key; each query
