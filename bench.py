@@ -303,7 +303,7 @@ def print_parameters(model, title, params, mixer=None):
             counts[label] = [round(x * share) for x in (n, forward, flops)]
             texts[label] = [' x '.join(map(str, shape)), ' '.join(how), group]
     if hasattr(mixer, 'head_widths'):
-        attended = mixer.n_head * min(length, mixer.window or length)  # scores per token
+        attended = mixer.n_head * mixer.n_keys(length)  # scores per token
         for name, width in zip(('attn scores', 'attn weighted sum'), mixer.head_widths):
             counts[name] = [0, 2 * attended * width, 6 * attended * width]
         counts['attn softmax'] = [0, 5 * attended, 0]

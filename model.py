@@ -389,10 +389,13 @@ class BaseAttention(Mixer):
             mask = mask.add(bias.type_as(q))
         return attend(q, k, v, context, mask, self.scale, p, self.config.attn_softcap, self.sink)
 
+    def n_keys(self, length):
+        """The number of keys per query, including later keys, as in PaLM (arXiv:2204.02311, appendix B)."""
+        config = self.config
+        return min(length, config.window + config.window_global if self.reach == 'G' else self.window or length)
+
     def flops(self, length):
-        # counts masked keys too, as PaLM does (arXiv:2204.02311, appendix B)
-        seen = self.config.window + self.config.window_global if self.reach == 'G' else self.window or length
-        return 6 * self.n_head * sum(self.head_widths) * min(length, seen)
+        return 6 * self.n_head * sum(self.head_widths) * self.n_keys(length)
 
 
 class Attention(BaseAttention):

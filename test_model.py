@@ -460,7 +460,7 @@ def test_the_grid_with_what_a_fork_adds(options, monkeypatch):
 
 @pytest.mark.parametrize('options', [
     dict(residual_lambdas=True), dict(n_kv_head=2, attn_gate=True, tie_word_embeddings=False),
-    {**MLA, 'q_lora_rank': 12}, dict(bigram_size=50), dict(window=5, window_pattern='G'),
+    {**MLA, 'q_lora_rank': 12}, dict(bigram_size=50), dict(window=23, window_pattern='G'),
     dict(n_expert=4, n_shared_expert=1, shared_gate=True, d_expert=24)], ids=grid_name)
 def test_flops_are_those_that_torch_counts(options, monkeypatch):
     if 'bigram_size' in options:
