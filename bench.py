@@ -454,7 +454,7 @@ def measure_decode(config, model_args):
     length = min(model.config.block_size, config['prompt_len'] + new // 2)
     read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
             + batch_size * cache_bytes(model, length, machine.dtype))
-    # CUDA reads less than 4 GB too quickly to time
+
     large = torch.ones(2**30 if 'cuda' in machine.device else 2**26, device=machine.device)
     bandwidth = large.nbytes / timed([large.sum], 40)().min()
     share = read * 1e3 / numbers['ms'] / bandwidth
@@ -476,7 +476,7 @@ def measure_eval(config, model_args, path=None):
         model, *_ = load(asked=model_args | {'block_size': base * max(lengths)})
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
-    if config['quantize']:  # with float16, the residual stream is float32
+    if config['quantize']:
         from zoo.weights import quantize_weights
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")

@@ -5,7 +5,6 @@
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'               # a folder or quoted glob: one document per file
     $ python prepare.py tales.jsonl.gz --field=story  # one document per record; also .json, .csv, .parquet
-    $ python prepare.py climbmix --tokenizer=gpt2     # web text, 10 files
     $ python prepare.py chats.jsonl                   # conversations
     $ python prepare.py look data/chats               # shows a prepared folder
 """
@@ -394,7 +393,7 @@ def find_source(source):
     """The Source of a name, file, folder (without hidden files), glob or - (standard input)."""
     if source in SOURCES:
         return SOURCES[source]
-    path = os.path.expanduser(source)  # a shell leaves ~ in a quoted glob
+    path = os.path.expanduser(source)
     if source == '-':  # documents are read twice
         path = os.path.join(cleanup.enter_context(tempfile.TemporaryDirectory()), 'stdin.json')
         with open(path, 'wb') as f:

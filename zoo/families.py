@@ -843,7 +843,7 @@ add(
     names=FAMILIES['olmo2'].names)
 add('ernie4_5', 'mistral', 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED)
 add('helium', 'llama', 'HeliumForCausalLM', fields=dict(proj_bias=None),
-    rows=INTERLEAVED, exports=False)  # n_head * head_dim must be n_embd
+    rows=INTERLEAVED, exports=False)
 add('seed_oss', 'llama', 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'))
 add('internlm3', 'llama')
 add('iquestcoder', 'llama', exports=False)  # transformers lacks it
@@ -895,7 +895,7 @@ add(
 add('jais2', 'arcee', 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'), fixed=dict(LAYERNORM))
 add(
     'apertus', 'arcee', 'ApertusForCausalLM', required=dict(qk_norm=True),
-    exports=False,  # its files also need beta and eps
+    exports=False,
     fixed=dict(qk_norm=True),
     names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
            'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'})
