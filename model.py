@@ -391,8 +391,9 @@ class BaseAttention(Mixer):
 
     def n_keys(self, length):
         """The number of keys per query, including later keys, as in PaLM (arXiv:2204.02311, appendix B)."""
-        config = self.config
-        return min(length, config.window + config.window_global if self.reach == 'G' else self.window or length)
+        if self.reach == 'G':
+            return min(length, self.config.window + self.config.window_global)
+        return min(length, self.window or length)
 
     def flops(self, length):
         return 6 * self.n_head * sum(self.head_widths) * self.n_keys(length)
