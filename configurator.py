@@ -168,7 +168,7 @@ def show(label, values):
 # words       plain words of the command line
 # given       name -> 'flags' or a config file, in order
 # known       name -> Setting
-# parts       name -> function, class or table of a config file
+# parts       name -> functions, classes or tables of config files
 Configured = collections.namedtuple('Configured', 'config model_args words given known parts')
 
 
@@ -200,7 +200,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     args = [arg for arg in argv if arg not in plain]
     start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
     if (launched and default_file and (start == 'scratch' or tunes and start != 'resume')
-            and all(arg.startswith('-') or Path(arg).parent.name == 'examples' for arg in args)):
+            and all(arg.startswith('-') or is_example(arg) for arg in args)):
         args.insert(0, default_file)
     values = {name: setting.default for name, setting in known.items()}
     given = {}
@@ -215,9 +215,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
             usable = known if arg != default_file or start in ('scratch', 'auto') else own
             others = settings_of_scripts() - usable.keys()
             found = run_file(arg, values)
-            parts |= {name: value for name, value in found.items()
-                      if isinstance(value, dict) and name.isupper()
-                      or getattr(value, '__module__', None) == found['__name__']}
+            add_parts(parts, found)
             assigned = {name: checked(arg, name, value, usable)
                         for name, value in found.items() if name not in others and (name in values or (
                             name.islower() and name[0] != '_' and type(value) in plain_types))}
@@ -234,15 +232,45 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     return Configured(config, model_args, plain, given, known, parts)
 
 
+def is_example(arg):
+    """Whether this is a config file in examples/, which extends the default file."""
+    return arg.endswith('.py') and Path(arg).resolve().parent.name == 'examples'
+
+
+def add_parts(parts, found):
+    """Adds the functions, classes and tables of a config file. found: from run_file. parts: name -> list of
+    values; 'model.make_block' and 'GPT.loss' are names of what the file has replaced in model.py."""
+    model = sys.modules.get('model')
+    places = {'': found} | ({'model.': vars(model), 'GPT.': vars(model.GPT)} if hasattr(model, 'GPT') else {})
+    for prefix, place in places.items():
+        for name, value in place.items():
+            is_table = not prefix and name.isupper() and isinstance(value, dict)
+            is_own = isinstance(value, (type, types.FunctionType)) and value.__module__ == found['__name__']
+            if is_table or is_own:
+                parts.setdefault(prefix + name, []).append(value)
+
+
 def use_parts(settings, script):
     """Extends the script's tables by tables of config files. Functions and classes of config
-    files replace the script's with the same name. script: its globals()."""
-    for name in settings.parts.keys() & script.keys():
-        if isinstance(script[name], dict):
-            script[name] |= settings.parts[name]
+    files replace the script's with the same name. script: its globals(). Returns the names. Raises
+    ValueError if two files replace the same name."""
+    names = []
+    for name, values in settings.parts.items():
+        own = script.get(name)
+        if isinstance(own, dict) and isinstance(values[0], dict):
+            for value in values:
+                own |= value
+        elif '.' in name or isinstance(own, (type, types.FunctionType)):
+            if len(values) > 1:
+                raise ValueError(f"two config files replace {name}: use one of them")
+            if '.' not in name:
+                script[name] = values[0]
         else:
-            print0(f"a config file replaces {name}")
-            script[name] = settings.parts[name]
+            continue
+        names.append(name)
+    if names:
+        print0(f"config files change {', '.join(names)}")
+    return names
 
 
 def unmet(rules, tables, values):

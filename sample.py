@@ -80,6 +80,7 @@ from tokenizer import tokenizer_from_state
 #     model              name -> tensor; with lora only the adapters
 #     model_args         the fields of GPTConfig
 #     config             train.py's settings
+#     parts              names that its config files replaced or extended
 #     tokenizer          the tokenizer's state(), or None
 #     masked             whether the model was trained on conversations
 #     data               meta.json of the dataset
@@ -171,7 +172,8 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
             try:
                 model = from_state(state, checkpoint['model_args'], **changes)
             except RuntimeError as error:
-                raise ValueError(f"{path} does not fit its model_args: {error}") from error
+                raise ValueError(f"{path} does not fit its model_args (if a file of examples/ trained it, "
+                                 f"name that file): {error}") from error
         if int8:
             from zoo.weights import quantize_weights
             quantize_weights(model, dtype or torch.float32)

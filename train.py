@@ -38,6 +38,7 @@ from configurator import (
     configure,
     cpu_has_bfloat16,
     duration,
+    is_example,
     keep_freed_memory,
     marked,
     naming,
@@ -834,7 +835,7 @@ def shard_model(model, machine):
 if __name__ == '__main__':
     # settings, checkpoint
     model_args = settings.model_args
-    use_parts(settings, globals())
+    parts = use_parts(settings, globals())
     check_values(settings, config | model_args, globals())
     if init_from == 'auto':
         init_from = config['init_from'] = 'resume' if Path(out_dir, 'ckpt.pt').exists() else 'scratch'
@@ -849,6 +850,10 @@ if __name__ == '__main__':
     if init_from != 'scratch':
         model, source_tokenizer, source = load_to_train(
             init_from, out_dir, model_args, None if resumed else read_meta(data_folder(dataset)))
+    if resumed and source.get('parts', []) != parts:
+        changes = ', '.join(source.get('parts', [])) or 'nothing'
+        raise ValueError(f"{source['path']} was trained with a config file that changes {changes}: name this "
+                         "file in the command, or fine-tune the checkpoint")
     config = run_settings(config, given, source if resumed else {})
     globals().update(config)
 
@@ -954,7 +959,7 @@ if __name__ == '__main__':
 
     # files
     constant = {
-        'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
+        'model_args': dataclasses.asdict(model.config), 'config': config, 'parts': parts, 'lora': lora,
         'tokenizer': tokenizer and tokenizer.state(),
         # if masked, sampling may use a chat template
         'masked': bool(train_bins.masks) or source.get('masked', init_from != 'scratch'), 'data': meta,
@@ -1040,7 +1045,7 @@ if __name__ == '__main__':
         status = 'stopped' if reason > TIME_IS_OVER else 'time_limit' if reason else 'done'
         note(out_dir, status=status, peak_mb=memory)
         if not reason:
-            files = [arg for arg in sys.argv if Path(arg).parent.name == 'examples']
+            files = list(filter(is_example, sys.argv[1:]))
             print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
                    f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
                    f"python {shlex.join(['sample.py', *files, f'--out_dir={out_dir}'])}")

@@ -8,7 +8,7 @@ irrelevant tokens cancel (Differential Transformer, arXiv:2410.05258, equations 
 A differential head consists of two of the model's heads: head i of the first half has the first
 softmax, and head i of the second half has the second softmax. Key heads form pairs in the same
 way, and a pair shares values of twice the width. The example replaces Attention.attend, so that
-the cache is the one of Attention. The paper does not normalise queries and keys; use
+the cache is unchanged. The paper does not normalise queries and keys; use
 --qk_norm=False for that.
 """
 import functools

@@ -6,9 +6,9 @@ arXiv:2310.00576).
     python sample.py --start=def
 
 Each sequence of block_size tokens is cut into pieces, which become sequences of their own. The run has
-stages of equal length, and each stage has its number of pieces. A batch has the tokens that it would have
-without this file. So the number of tokens per update is constant, each position of the data is read once
-per epoch, and runs resume and use several ranks as usual. The printed mfu is too high for pieces, because
+stages of equal length, and each stage has its number of pieces. A batch has the same tokens as
+without this file. Therefore each update reads the same number of tokens, each epoch reads each position of
+the data once, and runs resume and use several ranks as usual. The printed mfu is too high for pieces, because
 it assumes block_size.
 """
 from train import read_batches as read_whole_batches

@@ -4,9 +4,9 @@ nearest to the entropy of the distribution, until their total probability is MAS
 
     python sample.py examples/typical_sampling.py --top_k=None --temperature=1 --start=def
 
-The file replaces sample_token of sample.py, and changes nothing in train.py. The distribution is that of
-the temperature; the other limits of sample_token and the repetition penalty follow. Greedy sampling is
-unchanged.
+The file replaces sample_token of sample.py, and changes nothing in train.py. It uses the
+probabilities after the temperature; top_k, top_p, min_p and the repetition penalty apply afterwards. Greedy
+sampling is unchanged.
 """
 from sample import sample_token as draw_token
 

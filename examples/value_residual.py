@@ -21,7 +21,8 @@ class ValueResidual(Attention):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         init = functools.partial(nn.init.constant_, val=0.5)
-        self.lambdas = parameter(2, init=init, group='scalar') if layer else None
+        self.first = config.mixer_pattern.find('V')  # the first layer of this kind
+        self.lambdas = None if layer == self.first else parameter(2, init=init, group='scalar')
 
     def qkv(self, x, context):
         q, k, v = super().qkv(x, context)  # (B, heads, T, D)
@@ -29,7 +30,7 @@ class ValueResidual(Attention):
             context.hand_on(self.layer, v)
             return q, k, v
         first, own = self.lambdas.type_as(v)
-        return q, k, first * context.handed[0] + own * v
+        return q, k, first * context.handed[self.first] + own * v
 
 
 MIXERS['V'] = ValueResidual

@@ -8,8 +8,8 @@ Evaluations, samples and checkpoints use the mean instead of the last weights.
 
 The mean after t iterations is the sum of DECAY^(t - i) * (1 - DECAY) * weights_i, divided by 1 - DECAY^t.
 It is part of the optimizer's state, for any optimizer. In an evaluation and in a checkpoint, the weights
-and the mean have changed places, so that sample.py needs no file. A resumed run, which needs this file,
-changes them back. If the learning rate decays, the mean lags behind the weights.
+and the mean are swapped, so that sample.py needs no file. A resumed run swaps them back. If the learning rate
+decays, the mean lags behind the weights.
 """
 import contextlib
 

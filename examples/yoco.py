@@ -14,7 +14,7 @@ from torch import nn
 
 from model import MIXERS, Attention, rotate
 
-WINDOW = 16  # tokens that a layer of the self-decoder sees
+WINDOW = 16  # tokens that a layer of the self-decoder sees; enlarge it for longer contexts
 
 
 class YOCO(Attention):

@@ -18,12 +18,12 @@ import sys
 if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
-import multiprocessing
 import re
 import runpy
 import shlex
@@ -41,6 +41,7 @@ from configurator import (
     configure,
     declared,
     duration,
+    is_example,
     print0,
     read_flag,
     run_file,
@@ -123,11 +124,11 @@ def parse_variant(text):
 
 
 def in_child(function, *args):
-    """Calls a function in a copy of this process, because config files may change modules. Raises
+    """Calls a function in another process, because config files may change modules. Raises
     ValueError."""
-    with multiprocessing.Pool(1, signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1) as pool:
         try:
-            return pool.apply(function, args)
+            return pool.submit(function, *args).result()
         except (ValueError, OSError) as error:
             raise ValueError(str(error)) from None
 
@@ -153,7 +154,7 @@ def make_variants(texts, base, place):
         code = place / revision.replace('/', '_')
         digest = copy_code(revision, code)
         args = [*base, *flags]
-        is_bare = not any(is_config(arg) and Path(arg).parent.name != 'examples' for arg in args)
+        is_bare = not any(is_config(arg) and not is_example(arg) for arg in args)
         if is_bare:
             args = ['config/default.py', *args]
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]

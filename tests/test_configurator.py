@@ -324,7 +324,7 @@ def helper(): pass
 def why_stop(signals, time_limit): return 1
 ''', 'utf-8')
     found = common.train('mine.py', '--min_lr=0', '--warmup_iters=0')
-    assert 'a config file replaces why_stop\n' in capsys.readouterr().out
+    assert 'config files change SCHEDULES, why_stop\n' in capsys.readouterr().out
     assert found['SCHEDULES'].keys() == {'cosine', 'linear', 'wsd', 'step'}
     assert found['seed_dropout'].__module__ == found['set_rates'].__module__ == '__main__'
     assert 'helper' not in found and common.log_rows('out')[-1]['iter'] == '1'

@@ -520,3 +520,19 @@ def test_beam_search(alpha):
         found['BEAMS'] = 1
         greedy = [token for _, token in sample.generate(model, [[3, 0]], 30, temperature=0)]
         assert [token for _, token in found['generate'](model, [[3, 0]], 30)] == greedy
+
+
+@pytest.mark.parametrize('first, second, name', [
+    ('canon', 'engram', 'model.make_block'), ('looped', 'canon', 'model.make_block'),
+    ('weight_mean', 'weight_mean', 'update'), ('label_smoothing', 'label_smoothing', 'GPT.loss')])
+def test_two_examples_do_not_replace_the_same_function(first, second, name, folder):
+    with pytest.raises(ValueError, match=f'two config files replace .*{name}'):
+        train(first, EXAMPLES[second])
+
+
+@pytest.mark.parametrize('name', ['weight_mean', 'label_smoothing', 'soap'])
+def test_a_run_is_resumed_only_with_its_example(name, folder):
+    train(name)
+    with pytest.raises(ValueError, match='was trained with a config file that changes .*: name this file'), \
+            fresh_modules():
+        common.run('train.py', '--init_from=resume', '--max_iters=12')
