@@ -194,7 +194,7 @@ def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     model = named_model(config, model_args, machine.device, torch.float32 if to_train else machine.dtype)
     model.to(machine.device)
-    for w in model.parameters():  # a trained model has no matrices of zeros
+    for w in model.parameters():
         if w.ndim > 1 and not w.any():
             hidden_init(w)
     print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {num_params(model):,} parameters, "

@@ -238,8 +238,8 @@ def is_example(arg):
 
 
 def add_parts(parts, found):
-    """Adds the functions, classes and tables of a config file. found: from run_file. parts: name -> list of
-    values; 'model.make_block' and 'GPT.loss' are names of what the file has replaced in model.py."""
+    """Adds what a config file defines. parts: name -> list of values; 'model.make_block' and 'GPT.loss'
+    are names of what the file has replaced in model.py."""
     model = sys.modules.get('model')
     places = {'': found} | ({'model.': vars(model), 'GPT.': vars(model.GPT)} if hasattr(model, 'GPT') else {})
     for prefix, place in places.items():

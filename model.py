@@ -1156,7 +1156,7 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
     (arXiv:2309.00071, section 3.2)."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
-                 for times in (beta_fast, beta_slow))  # indices of pairs that rotate so often
+                 for times in (beta_fast, beta_slow))
     if truncate:
         low = math.floor(low)
         high = math.ceil(high)
@@ -1184,7 +1184,6 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
     factors = long_factor if length > original_max_position_embeddings else short_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
-    # a list would be copied to the device in each step
     return freq / torch.stack([freq.new_full((), one) for one in factors]), attention_factor
 
 

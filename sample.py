@@ -540,7 +540,7 @@ class Chat:
         n_shared = min(length, len(ids) - 1, len(os.path.commonprefix([self.cached, ids])))
         try:
             cache.rewind(length - n_shared)
-        except ValueError:  # a layer's state cannot be rewound
+        except ValueError:
             cache.reset()
         return cache
 

@@ -870,7 +870,7 @@ if __name__ == '__main__':
         store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), store)
         dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS, timeout=timeout)
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
-    torch.utils.deterministic.fill_uninitialized_memory = False  # filling costs an eighth of a step
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
     # data
     folder = data_folder(dataset)
