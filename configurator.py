@@ -147,7 +147,8 @@ def run_file(name, values):
     module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks the module up
     # values are builtins, so that the result does not contain them
     vars(module).update(__file__=str(path), __builtins__=vars(builtins) | values)
-    exec(compile(path.read_text('utf-8'), path, 'exec'), vars(module))
+    code = compile(path.read_text('utf-8'), path, 'exec')
+    exec(code, vars(module))
     return vars(module)
 
 
@@ -257,6 +258,8 @@ def use_parts(settings, script):
     names = []
     for name, values in settings.parts.items():
         own = script.get(name)
+        if values[0] is own:  # only imported
+            continue
         if isinstance(own, dict) and isinstance(values[0], dict):
             for value in values:
                 own |= value

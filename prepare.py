@@ -6,6 +6,7 @@
     $ python prepare.py 'notes/**/*.md'               # a folder or quoted glob: one document per file
     $ python prepare.py tales.jsonl.gz --field=story  # one document per record; also .json, .csv, .parquet
     $ python prepare.py chats.jsonl                   # conversations
+    $ python prepare.py look data/chats               # shows a prepared folder
 """
 import ast
 import collections

@@ -5,7 +5,7 @@ Trains a model on a folder of tokens.
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides
     python train.py --out_dir=out-small --init_from=resume   # continues a run
     python train.py config/small.py --init_from=auto         # resumes if out_dir has a checkpoint
-    torchrun --standalone --nproc_per_node=8 train.py config/small.py  # docs/gpu.md: several machines
+    torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
 Config files and --name=value set every setting below and every field of GPTConfig.
 

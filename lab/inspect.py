@@ -2,12 +2,12 @@
 Prints what happens inside a trained model when it reads a text.
 
     python lab/inspect.py 'The cat sat on the mat.' --init_from=out
-    python lab/inspect.py 'The cat sat on the mat.' --init_from=out --png=a.png --layer=3  # and a picture
+    python lab/inspect.py 'The cat sat on the mat.' --init_from=out --png=a.png --layer=3
 
 For each head: the entropy of the attention, the mean distance that the head looks back, and its weights
 on the token itself and on the first token. For each layer: the root mean square (RMS) of the residual
 stream and of its gradient. For each rotary pair: the wavelength without and with rope_scaling. For three
-lengths: the size of the attention scores, which fused kernels never store.
+lengths: the size of the attention scores.
 """
 import os
 import sys

@@ -1,7 +1,7 @@
 # Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; classic,
 # examples, tricks, tricks_short, first_run, scaling, few_data, transfer_adamw and transfer_muon need
 # an hour or more.
-# Data: `python prepare.py --tokenizer=byte`, except:
+# Data: `python prepare.py --tokenizer=byte`. Others:
 #   classic                                    python prepare.py shakespeare --tokenizer=char
 #   few_data                                   python prepare.py few.txt --tokenizer=char
 #                                              (few.txt: the first 200,000 bytes of Shakespeare)

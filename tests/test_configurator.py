@@ -316,6 +316,7 @@ def test_long_runs_are_compiled(device, flops, expected, monkeypatch):
 def test_a_config_file_replaces_functions_and_extends_tables(folder, capsys):
     """Nothing else: neither what it imports nor names that the script lacks."""
     (folder / 'mine.py').write_text('''
+from model import GROUPS
 from train import seed_dropout, set_rates  # not replaced
 SCHEDULES = {'step': lambda done, cooldown: float(done < 0.5)}
 lr_schedule = 'step'
