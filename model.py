@@ -551,7 +551,7 @@ class GPT(nn.Module):
         config = self.config
         x = self.wte(context.idx)
         if config.embed_scale != 1:
-            x = x * config.embed_scale
+            x = x * x.new_full((), config.embed_scale)  # rounds the factor to bfloat16, as in Gemma
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:

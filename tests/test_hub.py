@@ -13,6 +13,7 @@ import torch
 from common import EVAL, TOY, run, same_weights, train
 
 import prepare
+from model import make_context
 from sample import load
 from test_model import near, tiny, tokens
 from tokenizer import make_tokenizer
@@ -292,6 +293,16 @@ def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
         assert torch.equal(hub.from_pretrained(tmp_path / 'out', **context)(idx), ours(idx))
     weights.quantize_weights(ours, torch.float32)  # the whole model at once; int8=True converts each tensor
     assert torch.equal(hub.from_pretrained(tmp_path / 'in', int8=True, **context)(idx), ours(idx))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_embeddings_are_scaled_as_in_transformers(dtype, tmp_path):
+    """The square root of 40 is 0.2% more than its nearest bfloat16."""
+    theirs = hf_model('gemma', dict(hidden_size=40), tmp_path).to(dtype).get_input_embeddings()
+    ours = hub.from_pretrained(tmp_path, dtype=dtype)
+    idx = torch.arange(61)[None]
+    assert torch.equal(ours.embed(make_context(ours, idx)), theirs(idx))
 
 
 def learn(model):
