@@ -23,6 +23,7 @@ import csv
 import dataclasses
 import datetime
 import functools
+import gc
 import json
 import math
 import os
@@ -114,6 +115,7 @@ seed = 1337                          # seed of weights, batches, dropout
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tunes=True)
 config = settings.config
 given = settings.given
+os.environ.setdefault('PYTORCH_ALLOC_CONF', 'expandable_segments:True')  # CUDA: less unusable memory
 
 import numpy as np
 import torch
@@ -181,8 +183,11 @@ def all_reduce(x, **op):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """A permutation of n sequences."""
-    return np.random.default_rng((seed, epoch)).permutation(n)
+    """A permutation of n sequences. It shuffles blocks of 64 adjacent sequences, then the sequences
+    of each 64 blocks together, so that a disk reads whole blocks."""
+    rng = np.random.default_rng((seed, epoch))
+    places = rng.permutation(-(-n // 64))[np.arange(n) // 64]
+    return np.argsort(places // 64 + rng.random(n))
 
 
 def sequence_indices(first, count, n, seed):
@@ -251,7 +256,7 @@ def evaluate(run, bins, batches):
         targets = np.where(places[:, None] < count, targets, -1)
         n_targets = np.count_nonzero(targets != -1)
         with run.machine.autocast():
-            loss, _ = run.evaluated(*to_device((inputs, targets), run.machine.device))
+            loss, _ = run.model(*to_device((inputs, targets), run.machine.device))
         totals += loss.item() * n_targets, n_targets
     run.model.train()
     total, n_targets = all_reduce(torch.from_numpy(totals)).tolist()
@@ -471,7 +476,7 @@ class Run:
     """A model in training. Checkpoints store NUMBERS and the optimizers' states."""
 
     def __init__(self, model, config, machine):
-        self.model = self.forward = self.evaluated = model  # the last two may be compiled; forward in DDP
+        self.model = self.forward = model  # forward may be compiled, in DDP
         self.config = config
         self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
@@ -951,9 +956,7 @@ if __name__ == '__main__':
     compile = resolve_compile(compile, device, flops_per_token(model) * max_iters * tokens / RANKS)
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
-        run.forward = compile_model(model, device)
-        if 'cuda' in device:  # does not pay on CPUs
-            run.evaluated = run.forward
+        run.forward = compile_model(model, device)  # not for evaluation, which would compile again
     if RANKS > 1 and not shard:
         run.forward = DDP(run.forward, gradient_as_bucket_view=True)
 
@@ -994,6 +997,9 @@ if __name__ == '__main__':
             row = step(run, batch)
             batch = next(batches, None)  # while the device computes
             it = run.iter_num
+            if it == first_it + 1:
+                gc.collect()
+                gc.freeze()  # a collection of all objects would pause this rank, and thus the others
             if it < max_iters:
                 reason = why_stop(signals, time_limit)
             # iterations 1 and 4 show the speed early

@@ -100,6 +100,18 @@ def test_states_of_optimizers_follow_the_names_of_parameters():
         flat_train.load_optimizers(model, other.optimizers, {'h.0.attn.c_attn.weight': states['wte.weight']})
 
 
+def test_an_epoch_reads_each_sequence_once_in_near_blocks():
+    """Between two multiples of 4,096 sequences, few blocks of 64 adjacent sequences are read."""
+    for n in 1, 63, 64, 4096, 10_000:
+        first, other = (flat_train.sequence_order(7, epoch, n) for epoch in (0, 1))
+        assert sorted(first) == sorted(other) == [*range(n)]
+        assert n == 1 or (first != other).any()
+        for start in range(0, n, 4096):
+            assert len({*(first[start:start + 4096] // 64)}) <= 65  # the last block is shorter
+    steps = np.abs(np.diff(flat_train.sequence_order(7, 0, 10_000)))
+    assert np.median(steps) > 1000  # neighbours are not read one after the other
+
+
 @pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
 def test_an_iteration_waits_for_nothing_that_the_device_computes(kind, monkeypatch):
     """Fake tensors have no data, so they raise an error if their value is needed."""
