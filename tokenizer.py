@@ -29,10 +29,12 @@ def pieces(blocks, can_cut=True):
     start = CHUNK
     for block in blocks:
         text += block
+        begin = 0
         while can_cut and (cut := CUT.search(text, start)):
-            yield text[:cut.end()], False
-            text = text[cut.end():]
-            start = CHUNK
+            yield text[begin:cut.end()], False
+            begin = cut.end()
+            start = begin + CHUNK
+        text = text[begin:]
         start = max(CHUNK, len(text) - 1)
     if text:
         yield text, True
