@@ -374,8 +374,7 @@ def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name()
         fastest = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-        if dtype == 'float32':  # TF32; routers of 16-bit runs need float32
-            precision = 'high'
+        precision = 'high'  # TF32, which is more exact than inputs in 16 bits
     elif kind == 'cpu':
         keep_freed_memory()
         # bfloat16 halves the bytes of weights
