@@ -1349,7 +1349,7 @@ def parallel(x, attn, mlp, ln_1):
 
 def parallel_2(x, attn, mlp, ln_1, ln_2):
     """GPT-NeoX, arXiv:2204.06745."""
-    return x + attn(ln_1(x)) + mlp(ln_2(x))
+    return x + (attn(ln_1(x)) + mlp(ln_2(x)))
 
 
 def mixer_only(x, attn, mlp, ln_1):
