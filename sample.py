@@ -387,8 +387,6 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             n_accepted = len(os.path.commonprefix([drawn[0], draft]))
             drawn[0] = drawn[0][:n_accepted + 1]
             cache.rewind(n_draft - n_accepted)
-            drafter.n_drafted += n_draft
-            drafter.n_accepted += n_accepted
         # 4. Append the tokens drawn.
         for sample, tokens in zip(samples, drawn):
             for token in tokens:
@@ -410,8 +408,6 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 class Lookup:
     """Finds the latest earlier occurrence of the last 3 tokens, or of 2, or of 1. Drafts the tokens
     after it (arXiv:2304.04487)."""
-
-    n_drafted = n_accepted = 0
 
     def __init__(self, n_draft):
         self.n_draft = n_draft

@@ -141,7 +141,6 @@ def test_greedy_text_is_the_same_on_each_path(folder, monkeypatch):
     for options in ({}, dict(compile=True, batch_size=1), dict(compile=True, batch_size=3),
                     dict(drafter=drafts), dict(drafter=drafts, compile=True)):
         assert greedy(model, **options) == expected, options
-    assert drafts.n_accepted
 
 
 @pytest.mark.parametrize('rows', [1, 2, 40])

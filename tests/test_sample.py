@@ -123,7 +123,7 @@ def test_speculation_changes_no_token(variant, options):
     plain = made(model, PROMPTS, 40, batch_size=1, **options)
     n_plain = len(fed)
     assert made(model, PROMPTS, 40, drafter=drafter, **options) == plain
-    assert 0 < drafter.n_accepted < drafter.n_drafted and len(fed) < 2 * n_plain - 20
+    assert len(fed) < 2 * n_plain - 20
     stop = plain[0][20]
     stopped = made(model, PROMPTS[:1], 40, drafter=drafter, stop_tokens=(stop,), **options)
     assert stopped == [plain[0][:plain[0].index(stop)]]
