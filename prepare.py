@@ -28,6 +28,8 @@ import sys
 import sysconfig
 import tempfile
 import time
+from email.utils import formatdate
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from configurator import check_effects, check_values, configure, print0, reading
@@ -70,12 +72,13 @@ from tokenizer import (
 )
 
 SPLITS = 'train', 'val'
-FIRST_RUN = 'data/pystdlib_bpe4096'  # made by `python prepare.py`
+FIRST_RUN = 'data/pystdlib_bpe4096'
 VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
-cleanup = contextlib.ExitStack()  # removes temporary files
+cleanup = contextlib.ExitStack()
 MAIN = os.getpid()
+SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 # files as documents -----------------------------------------------------------------------------------------
@@ -83,7 +86,7 @@ MAIN = os.getpid()
 
 def unpacked(path):
     """'a.jsonl' for a.jsonl.gz"""
-    return path[:-3] if path.lower().endswith('.gz') else path
+    return re.sub(r'(?i)\.gz\Z', '', path)
 
 
 def ending(path):
@@ -106,7 +109,8 @@ def open_text(path, errors):
 def read_text(path, errors):
     """A file's blocks of text."""
     with open_text(path, errors) as f:
-        yield from iter(functools.partial(f.read, 1 << 20), '')
+        while block := f.read(1 << 20):
+            yield block
 
 
 def text_documents(path, errors):
@@ -203,7 +207,7 @@ def read_record(place, record, field='text'):
     messages = from_json(value or named.get('messages'))
     if not messages and 'answer' in named:
         question = '\n\n'.join(filter(None, [named.get('question'), named.get('more')]))
-        messages = make_messages(*(named.get('history') or []), (question, named['answer']))
+        messages = make_messages(*named.get('history', []), (question, named['answer']))
     if not messages or not isinstance(messages, list) or value is None and field != 'text':
         raise ValueError(f'{place}: no text in field {field!r} and no messages in {record!r:.200}: correct '
                          'the record, or choose another field by --field')
@@ -217,7 +221,8 @@ def read_record(place, record, field='text'):
 def read_message(place, message):
     """A message for chat templates. Raises ValueError if it lacks a role or content."""
     message = renamed(message)
-    message['role'] = SPEAKERS.get(message.get('role'), message.get('role'))
+    role = message.get('role')
+    message['role'] = SPEAKERS.get(role, role)
     if calls := from_json(message.get('tool_calls')):
         for call in calls:
             function = call.get('function', call)
@@ -260,10 +265,10 @@ def contents(conversation):
 
 # conversations about Python's library -----------------------------------------------------------------------
 
-LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
+LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages'}
 NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
              'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
-ANSWER = 120  # characters of the longest answer
+ANSWER = 120  # characters
 FUNCTION = 'What does {} do?', 'Explain {}.', 'What is {} for?'
 WORDINGS = {ast.Module: ('What is the module {} for?', 'Explain the module {}.', 'What is {}?'),
             ast.ClassDef: ('What is {}?', 'Explain {}.', 'What is {} for?'),
@@ -275,7 +280,7 @@ def library_files():
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
         folders[:] = set(folders) - LEFT_OUT
-        files += [os.path.join(folder, name) for name in names if name.endswith('.py')
+        files += [f'{folder}/{name}' for name in names if name.endswith('.py')
                   and not name.startswith('_sysconfigdata')]  # specific to this machine
     return sorted(files, key=Path)  # the same order everywhere
 
@@ -306,8 +311,8 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about one to three names. Each name is in two questions, so that most answers
-    in validation also occur in training."""
+    """Conversations about one to three names. Each name is in two questions: most answers in
+    validation also occur in training."""
     talks = []
     order = random.Random(0)
     for n, (name, wordings, doc, arguments) in enumerate(library_docs()):
@@ -336,22 +341,48 @@ Source = collections.namedtuple('Source', 'name label documents chats shards tok
 
 
 def fetch(url, folder):
-    """Downloads a missing file. Returns its path. Raises OSError."""
+    """Downloads a missing file or its rest. Returns its path. Raises OSError."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
     import requests
     os.makedirs(folder, exist_ok=True)
-    print(f'downloading {url}')
-    try:
-        with requests.get(url, stream=True, timeout=60) as response, open(f'{path}.part', 'wb') as f:
-            response.raise_for_status()
-            f.writelines(response.iter_content(1 << 20))
-    except requests.RequestException as e:
-        raise OSError(f'cannot download {url} ({e!r:.100}): go online, put the file into {folder}, or use '
-                      'your own text: python prepare.py my.txt') from e
-    os.replace(f'{path}.part', path)
+    print(f'downloading {url}\n', end='')
+    wait = 1.5
+    with open(f'{path}.part', 'ab') as f:
+        while True:
+            begin = max(f.seek(0, 2) - 1, 0)  # an empty range fails
+            try:
+                with requests.get(url, stream=True, timeout=60, headers={
+                        'Accept-Encoding': 'identity', 'Range': f'bytes={begin}-', 'If-Unmodified-Since':
+                        formatdate(os.path.getmtime(f.name), usegmt=True)}) as response:
+                    if response.status_code not in (412, 416):
+                        response.raise_for_status()
+                        f.truncate(begin if response.status_code == 206 else 0)
+                        response.raw.enforce_content_length = True  # for urllib3 1
+                        f.writelines(response.iter_content(1 << 16))
+                        end = f'/{f.seek(0, 2)}'
+                        if response.headers.get('Content-Range', end).endswith(end):
+                            break
+                    f.truncate(0)
+                    raise requests.ConnectionError('the file has changed')
+            except requests.RequestException as e:
+                wait = 3 if f.seek(0, 2) > begin + 1 else wait * 2
+                if wait > 48 or 429 != getattr(e.response, 'status_code', 500) < 500:
+                    raise OSError(f'cannot download {url} ({e!r:.100}): go online, put the file into '
+                                  f'{folder}, or use your own text: python prepare.py my.txt') from e
+                print(f'{path}: trying again in {wait:g} s ({e!r:.100})')
+                time.sleep(wait)
+    os.replace(f.name, path)
     return path
+
+
+def fetch_all(urls, folder):
+    """Downloads two files at a time. Returns their paths in order."""
+    get = functools.partial(fetch, folder=folder)
+    with ThreadPool(2) as pool:  # daemon threads
+        set(pool.imap_unordered(get, urls))
+    return [*map(get, urls)]
 
 
 HUB = 'https://huggingface.co/datasets'
@@ -360,10 +391,8 @@ MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
 
 def download(name, url, most=1, **options):
     """A Source of up to `most` files. {} stands for a file's number."""
-    def documents():
-        urls = map(url.format, range(min(shards, most)))
-        return file_documents([fetch(url, f'data/{name}') for url in urls], errors=errors)
-    return Source(name, name, documents, **options)
+    return Source(name, name, lambda: file_documents(fetch_all(
+        [*map(url.format, range(min(shards, most)))], f'data/{name}'), errors=errors), **options)
 
 
 SOURCES = {source.name: source for source in (
@@ -395,14 +424,15 @@ def find_source(source):
         return SOURCES[source]
     path = os.path.expanduser(source)
     if source == '-':  # documents are read twice
-        path = os.path.join(cleanup.enter_context(tempfile.TemporaryDirectory()), 'stdin.json')
+        folder = cleanup.enter_context(tempfile.TemporaryDirectory())
+        path = f'{folder}/stdin.json'
         with open(path, 'wb') as f:
             shutil.copyfileobj(sys.stdin.buffer, f)
     if os.path.isfile(path):
         name = Path(unpacked(path)).stem
         paths = [path]
     else:
-        pattern = os.path.join(glob.escape(path), '**', '*') if os.path.isdir(path) else path
+        pattern = f'{glob.escape(path)}/**/*' if os.path.isdir(path) else path
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
         files = filter(os.path.isfile, glob.glob(pattern, recursive=True))
         paths = sorted({*map(os.path.realpath, files)}, key=Path)  # links may form loops
@@ -500,7 +530,7 @@ def encode_chat(tok, special_tokens, errors, item):
             return None
         raise ValueError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
                          'by --errors=ignore') from None
-    return split, ids, mask, int(tok.sizes[ids[mask == 1]].sum())
+    return split, ids, mask, int(mask @ tok.sizes[ids])
 
 
 def encode_conversation(tok, conversation):
@@ -572,7 +602,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         work = functools.partial(encode_chat, tok, special_tokens, errors)
         encoded = filter(None, in_processes(procs, work, texts))
         # prefer an eot that does not end messages
-        eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)
+        eot = tok.special.get(EOT, tok.special.get('<|end_of_text|>', eot))
         encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
     else:
         work = functools.partial(encode_piece, tok, special_tokens)
@@ -610,7 +640,6 @@ def write_bins(folder, encoded, counts):
         if not counts[f'{split}_learnt']:
             raise ValueError(f'{split} has no token to learn: add text, or conversations in which a message '
                              'of the role assistant fits into --block_size')
-    # for bits per byte
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
 
 
@@ -627,12 +656,11 @@ def write_meta(folder, tok, label, eot, counts):
 
 def fetch_shards(folder, source):
     """Downloads shards of GPT-2 tokens. Returns meta."""
-    tok = tiktoken_tokenizer('gpt2')  # loaded before the long download
-    val, *train = (read_shard(fetch(url, folder), '<u2') for url in source.shards)
-    n_bytes = sum(int(tok.sizes[ids].sum()) for ids in np.array_split(val, 100))
-    counts = {'train_tokens': sum(map(len, train)), 'val_tokens': len(val),
-              'bytes_per_token': n_bytes / len(val)}
-    return write_meta(folder, tok, source.label, tok.eot, counts)
+    tok = tiktoken_tokenizer('gpt2')
+    val, *train = (read_shard(path, '<u2') for path in fetch_all(source.shards, folder))
+    n_bytes = sum(tok.sizes[ids].sum() for ids in np.array_split(val, 100))
+    return write_meta(folder, tok, source.label, tok.eot, {
+        'train_tokens': sum(map(len, train)), 'val_tokens': len(val), 'bytes_per_token': n_bytes / len(val)})
 
 
 # reading ----------------------------------------------------------------------------------------------------
@@ -662,7 +690,7 @@ def read_meta(folder):
 
 
 def is_prepared(folder):
-    """Whether the folder has prepared data."""
+    """Whether a folder is prepared."""
     return any(Path(folder, name).exists() for name in ('meta.json', 'meta.pkl', 'train.bin'))
 
 
@@ -697,7 +725,7 @@ HEADER_MAGIC = 20240520
 def read_shard(path, dtype):
     """A file's tokens, memory-mapped, with or without a header."""
     head = np.fromfile(path, '<i4', 3)
-    if len(head) == 3 and head[0] == HEADER_MAGIC:
+    if HEADER_MAGIC in head[:1]:
         return np.memmap(path, '<u2', 'r', HEADER_BYTES, int(head[2]))
     return np.memmap(path, dtype, 'r')
 
@@ -770,7 +798,7 @@ def look(folder):
     print(json.dumps(bins.meta | {'tokenizer': tok.name}, indent=1))
     print('the beginning of train.bin, [[learned]] in double brackets:')
     ids = bins.shards[0][:256]
-    mask = bins.masks[0] if bins.masks else np.ones(len(ids))
+    mask = bins.masks[0] if bins.masks else np.ones(256)
     for learned, run in itertools.groupby(zip(ids, mask), lambda pair: pair[1]):
         text = tok.decode([i for i, _ in run])
         print(f'[[{text}]]' if learned else text, end='')
@@ -780,7 +808,7 @@ def look(folder):
 def stop(number, _):
     """Handles a signal: removes temporary files, ends the program. After an exception, Pool could
     wait for workers forever."""
-    for other in signal.SIGINT, signal.SIGTERM:
+    for other in SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     if os.getpid() == MAIN:  # not a worker that has just started
         cleanup.close()
@@ -789,8 +817,8 @@ def stop(number, _):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    for number in SIGNALS:
+        signal.signal(number, stop)
     name, *more = settings.words or [source]
     values = settings.config | {'source': name}
     check_values(settings, values, globals())

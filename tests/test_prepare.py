@@ -192,17 +192,12 @@ def shard_bytes(tokens):
     return np.array([20240520, 1, len(tokens), *[0] * 253], '<i4').tobytes() + tokens.astype('<u2').tobytes()
 
 
-def test_shards_are_downloaded_and_read_in_place(tmp_path, monkeypatch):
-    gpt2, text, urls = prep_gpt2(monkeypatch), 'A few words. ' * 9, []
-
-    def fetch(url, folder):
-        path = Path(folder, Path(url).name)
-        path.write_bytes(shard_bytes(np.array([50256, *gpt2.encode(text * (len(urls) + 1))])))
-        urls.append(url)
-        return path
-    monkeypatch.setattr(prepare, 'fetch', fetch)
-    meta = prepare.fetch_shards(tmp_path, prepare.find_source('fineweb_edu'))
-    assert re.fullmatch('.*_val_000000.bin', urls[0]) and re.fullmatch('.*_train_000010.bin', urls[10])
+def test_shards_are_read_in_place(tmp_path, monkeypatch):
+    gpt2, text, source = prep_gpt2(monkeypatch), 'A few words. ' * 9, prepare.find_source('fineweb_edu')
+    for n, url in enumerate(source.shards, 1):
+        (tmp_path / Path(url).name).write_bytes(shard_bytes(np.array([50256, *gpt2.encode(text * n)])))
+    meta = prepare.fetch_shards(tmp_path, source)
+    assert '_val_000000.' in source.shards[0] and '_train_000010.' in url
     train, val = (prepare.Bins(tmp_path, split) for split in SPLITS)
     assert train.n_tokens == meta['train_tokens'] and len(train.shards) == 10
     assert meta['bytes_per_token'] == len(text) / val.n_tokens
@@ -542,40 +537,70 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
 # downloads --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('path, message', [('/file', None), ('/404', '404.*: go online'),
-                                           ('/half', 'cannot download')])
-def test_fetch_brings_the_file_or_an_error(path, message, tmp_path, monkeypatch):
-    body = bytes(range(256)) * 800
-    requests = []
+BODY = bytes(range(256)) * 1600
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """Sends BODY with the statuses in a file's name; all bodies except the last are cut off. Yields its
+    address, the numbers of simultaneous requests, and the waits."""
+    active, counts, waits = [], [], []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            requests.append(self.path)
-            self.send_response(404 if self.path == '/404' else 200)
+            active.append(self)
+            counts.append(len(active))
+            threading.Event().wait('slow' in self.path or 0.02)
+            active.remove(self)
+            assert ' GMT' in self.headers['If-Unmodified-Since']
+            codes = re.findall(r'\d{3}', self.path)
+            code = int(codes[:len(counts)][-1])
+            begin = int(self.headers['Range'][6:-1]) if code == 206 else 0
+            body = BODY[begin:]
+            self.send_response(code if body else 416)
+            if begin:
+                self.send_header('Content-Range', f'bytes {begin}-{len(BODY) - 1}/{len(BODY)}')
             self.send_header('Content-Length', str(len(body)))
             self.end_headers()
-            self.wfile.write(body[:9 if self.path == '/half' else None])
+            self.wfile.write(body[:100_000 if len(counts) < len(codes) else None])
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
+    monkeypatch.setattr(time, 'sleep', waits.append)
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        with pytest.raises(OSError, match=message) if message else contextlib.nullcontext():
-            for _ in range(2):  # the second time, the file exists
-                prepare.fetch(f'http://127.0.0.1:{server.server_port}{path}', tmp_path)
+        yield f'http://127.0.0.1:{server.server_port}/', counts, waits
         server.shutdown()
-    assert files_of(tmp_path).get(path[1:]) == (None if message else body) and requests == [path]
+
+
+@pytest.mark.parametrize('name, part, expected', [
+    ('206', BODY, []), ('206', BODY + b'x', [3]),
+    ('412-206', b'old', [3]), ('206-206-206-206', b'', [3] * 3), ('200-200', BODY[:9], [3]),
+    ('503-429-206-206', BODY[:9], [3, 6, 3]), ('503', b'half', [3, 6, 12, 24, 48]), ('404', b'half', [])])
+def test_fetch_continues_a_file(name, part, expected, server, tmp_path):
+    address, _, waits = server
+    (tmp_path / f'{name}.part').write_bytes(part)
+    with contextlib.suppress(OSError):
+        prepare.fetch(address + name, tmp_path)
+    assert files_of(tmp_path) == ({f'{name}.part': part} if part == b'half' else {name: BODY})
+    assert waits == expected
+
+
+def test_two_files_are_fetched_at_a_time(server, tmp_path):
+    """An error in one does not wait for the other."""
+    address, counts, _ = server
+    paths = prepare.fetch_all([f'{address}{n}-206' for n in range(4)], tmp_path)
+    assert paths == sorted(paths) and set(files_of(tmp_path).values()) == {BODY}
+    assert max(counts) == 2 and len(counts) == 4
+    with pytest.raises(OSError, match='cannot download .*404.*: go online'):
+        prepare.fetch_all([address + 'slow206', address + '404'], tmp_path)
+    assert 'slow206' not in files_of(tmp_path)
 
 
 @pytest.mark.parametrize('name, n', [('openwebtext', 9), ('smol_smoltalk', 4), ('shakespeare', 1)])
-def test_a_source_is_as_many_files_as_asked_for_in_order(name, n, tmp_path, monkeypatch):
-    urls = []
-
-    def fetch(url, _):
-        urls.append(url)
-        write_jsonl(tmp_path / f'{len(urls)}.jsonl', [{'text': str(len(urls))}])
-        return str(tmp_path / f'{len(urls)}.jsonl')
-    monkeypatch.setattr(prepare, 'fetch', fetch)
+def test_a_source_is_as_many_files_as_asked_for_in_order(name, n, monkeypatch):
+    for function in 'fetch_all', 'file_documents':
+        monkeypatch.setattr(prepare, function, lambda urls, *_, **options: urls)
     monkeypatch.setattr(prepare, 'shards', 9)
     source = prepare.find_source(name)
-    assert list(source.documents()) == [[str(i + 1)] for i in range(n)]
+    urls = source.documents()
     assert urls == [urls[0].replace('00000', f'{i:05d}') for i in range(n)]
     assert prepare.output_folder(None, source, 'gpt2') == f'data/{name}'
