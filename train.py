@@ -184,10 +184,10 @@ def all_reduce(x, **op):
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
     """A permutation of n sequences. It shuffles blocks of 64 adjacent sequences, then the sequences
-    of each 64 blocks together, so that a disk reads whole blocks."""
+    of each 4,096 blocks together, so that a disk reads whole blocks."""
     rng = np.random.default_rng((seed, epoch))
     places = rng.permutation(-(-n // 64))[np.arange(n) // 64]
-    return np.argsort(places // 64 + rng.random(n))
+    return np.argsort(places // 4096 + rng.random(n))
 
 
 def sequence_indices(first, count, n, seed):
