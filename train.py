@@ -186,8 +186,9 @@ def sequence_order(seed, epoch, n):
     """A permutation of n sequences. It shuffles blocks of 64 adjacent sequences, then the sequences
     of each 4,096 blocks together, so that a disk reads whole blocks."""
     rng = np.random.default_rng((seed, epoch))
-    places = rng.permutation(-(-n // 64))[np.arange(n) // 64]
-    return np.argsort(places // 4096 + rng.random(n))
+    order = rng.permutation(n)
+    places = rng.permutation(-(-n // 64))[order // 64]
+    return order[np.argsort(places // 4096, kind='stable')]
 
 
 def sequence_indices(first, count, n, seed):
