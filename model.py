@@ -238,6 +238,18 @@ class Linear(nn.Linear):
         if bias:
             tag(self.bias, nn.init.zeros_, 'vector')
 
+    def forward(self, x):
+        return project(x, self.weight, self.bias)
+
+
+def project(x, w, bias=None):
+    """x (..., n_in) @ w^T + bias"""
+    if (x.is_cpu and x.numel() == w.shape[1] and x.dtype == w.dtype == torch.bfloat16
+            and not torch.compiler.is_compiling()):  # one token: 1.2 times as fast on Intel with AMX
+        y = torch.mv(w, x.flatten()) if bias is None else torch.addmv(bias, w, x.flatten())
+        return y.view(*x.shape[:-1], -1)
+    return F.linear(x, w, bias)
+
 
 class FusedLinear(Linear):
     """Several projections in one matrix: x (..., n_in) -> one tensor (..., width) per width in
@@ -261,7 +273,7 @@ class Embedding(nn.Embedding):
 
     def as_head(self, x):
         """x (..., width) -> logits (..., rows)"""
-        return F.linear(x, self.weight)
+        return project(x, self.weight)
 
     def reset_parameters(self):
         if not self.weight.is_meta:  # on meta, normal_ imports the compiler, which costs seconds

@@ -274,7 +274,7 @@ def compiled(model, versions):
 
 
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',
-            'autotune_num_choices_displayed': 0,
+            'autotune_num_choices_displayed': 0, 'max_autotune_report_choices_stats': False,
             'fx_graph_cache': False}  # the key ignores frozen weights
 
 

@@ -507,6 +507,10 @@ def test_bfloat16_is_near_float32():
     assert auto.dtype == cast.dtype == torch.float32
     assert (auto - full).abs().mean() < 0.05 * full.std() and (cast - full).abs().mean() < 0.05 * full.std()
     assert make_context(model, idx).ropes[model.config.rope_kind][0].dtype == torch.float32  # not rounded
+    x, w, b = (torch.randn(*shape).bfloat16() for shape in ((1, 1, 64), (48, 64), (48,)))
+    for bias in None, b:  # one token
+        exact = F.linear(x.double(), w.double(), bias if bias is None else bias.double())
+        torch.testing.assert_close(flat.project(x, w, bias).double(), exact, rtol=2**-8, atol=2**-8)
 
 
 def test_a_loss_in_parts_is_the_loss(monkeypatch):
