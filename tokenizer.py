@@ -53,7 +53,7 @@ def in_processes(procs, work, items):
         yield from map(work, items)
         return
     with multiprocessing.Pool(procs, start_worker, [work]) as pool:
-        results = pool.imap(work_in_worker, iter(lambda: [*itertools.islice(items, 16)], []))
+        results = pool.imap(work_in_worker, iter(lambda: [*itertools.islice(items, 64)], []))
         while True:
             try:
                 yield from results.next(timeout=1)
