@@ -183,12 +183,14 @@ def all_reduce(x, **op):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """A permutation of n sequences. It shuffles blocks of 64 adjacent sequences, then the sequences
-    of each 4,096 blocks together, so that a disk reads whole blocks."""
+    """A permutation of n sequences. Above 2**20 sequences, it shuffles blocks of 64 adjacent
+    sequences, and then in equal parts, so that a disk reads whole blocks."""
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(n)
-    places = rng.permutation(-(-n // 64))[order // 64]
-    return order[np.argsort(places // 4096, kind='stable')]
+    n_blocks = -(-n // 64)
+    parts = -(-n // 2**20)
+    places = rng.permutation(n_blocks)[order // 64]
+    return order[np.argsort(places * parts // n_blocks, kind='stable')]
 
 
 def sequence_indices(first, count, n, seed):
