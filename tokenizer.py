@@ -176,10 +176,6 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError) as e:  # bad syntax, or a missing field
             raise ValueError(f'the chat template fails: {e!r:.200}') from e
 
-    def to_json(self):
-        from zoo.tokenizer_json import to_json
-        return to_json(self)
-
     def chat(self, *args, **options):
         """Messages -> ids; see render."""
         return self.encode_chat(self.render(*args, **options))
@@ -260,9 +256,8 @@ class TiktokenTokenizer(Tokenizer):
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
 
     def state(self):
-        chat = {'chat_template': self.chat_template} if self.chat_template else {}
-        return {'kind': 'tiktoken', 'name': self.name, 'pattern': self.pattern, 'special': dict(self.special),
-                'ranks': self.ranks, **chat}
+        return {'kind': 'tiktoken', 'name': self.name, 'pattern': self.pattern, 'special': self.special,
+                'ranks': self.ranks, 'chat_template': self.chat_template}
 
 
 def rank_table(ranks):

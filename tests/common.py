@@ -22,7 +22,7 @@ import tokenizer as flat_tokenizer
 from model import GPT
 from sample import generate
 from zoo import weights
-from zoo.tokenizer_json import JsonTokenizer
+from zoo.tokenizer_json import JsonTokenizer, to_json
 
 ROOT = Path(flat.__file__).resolve().parent
 
@@ -226,7 +226,7 @@ def chat_tokenizer(template='chatml'):
     byte.special = {text: 256 + i for i, text in enumerate([
         flat_tokenizer.EOT, '<|im_start|>', '<|im_end|>', '<s>', '</s>', '<|eot_id|>', '<|begin_of_text|>',
         '<|start_header_id|>', '<|end_header_id|>'])}
-    return JsonTokenizer(byte.to_json(), {
+    return JsonTokenizer(to_json(byte), {
         'chat_template': CHAT_TEMPLATES[template], 'bos_token': '<s>',
         'eos_token': CHAT_ENDS.get(template, '<|im_end|>')})
 

@@ -27,7 +27,7 @@ from test_model import near, tiny
 from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, make_tokenizer
 from zoo import gguf as zoo_gguf
 from zoo import hub, weights
-from zoo.tokenizer_json import JsonTokenizer
+from zoo.tokenizer_json import JsonTokenizer, to_json
 
 gguf = pytest.importorskip('gguf')
 
@@ -194,7 +194,7 @@ def with_bos():
 
 TOKENIZERS = {  # name: (function that makes it, llama.cpp's name of its pattern, the pattern)
     'byte': (ByteTokenizer, 'gpt-2', '.|\n'),
-    'three ends': (lambda: JsonTokenizer(ByteTokenizer().to_json(), {'eos_token_id': [10, 256, 11]}),
+    'three ends': (lambda: JsonTokenizer(to_json(ByteTokenizer()), {'eos_token_id': [10, 256, 11]}),
                    'gpt-2', '.|\n'),
     'json': (with_bos, 'gpt-2', GPT2_WORDS),
     'toy': (prep_toy_bpe, 'gpt-2', GPT2_WORDS), 'gpt2': (None, 'gpt-2', GPT2_WORDS),

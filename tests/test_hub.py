@@ -18,6 +18,7 @@ from sample import load
 from test_model import near, tiny, tokens
 from tokenizer import make_tokenizer
 from zoo import hub, weights
+from zoo.tokenizer_json import to_json
 
 safetensors = pytest.importorskip('safetensors.torch')
 SafetensorError = pytest.importorskip('safetensors').SafetensorError
@@ -526,7 +527,7 @@ def test_all_end_tokens_are_read_and_written(tmp_path):
     theirs = hf_model('qwen3', {'vocab_size': 257})
     theirs.config.eos_token_id, theirs.generation_config.eos_token_id = 256, [256, 10]
     theirs.save_pretrained(tmp_path / 'theirs')
-    (tmp_path / 'theirs/tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
+    (tmp_path / 'theirs/tokenizer.json').write_text(to_json(make_tokenizer('byte')), encoding='utf-8')
     run('zoo/hub.py', 'export', str(tmp_path / 'theirs'), str(tmp_path / 'ours'))
     for name in 'theirs', 'ours':
         assert list(load(str(tmp_path / name))[1].stop_tokens) == [256, 10]
@@ -582,7 +583,7 @@ def test_exports_replace_nothing_and_leave_nothing_half_written(tmp_path):
 def test_adapters_of_a_published_model_are_exported_merged(folder):
     hf_model('cohere', {'vocab_size': 23}).to(torch.bfloat16).save_pretrained('theirs')
     tokenizer = prepare.load_tokenizer('data/toy')
-    Path('theirs/tokenizer.json').write_text(tokenizer.to_json(), encoding='utf-8')
+    Path('theirs/tokenizer.json').write_text(to_json(tokenizer), encoding='utf-8')
     model = run('train.py', '--init_from=theirs', *TOY[:1], *TOY[5:], '--out_dir=out', '--max_iters=5',
                 '--lora_rank=2', '--learning_rate=1e-2')['model'].eval()
     run('zoo/hub.py', 'export', 'out', 'whole', '--family=cohere')
@@ -603,7 +604,7 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch):
     """The config and the tokenizer are downloaded first, then the weights of a supported model."""
     monkeypatch.chdir(tmp_path)
     hf_model('llama', {'vocab_size': 257}, 'repo', max_shard_size='60KB')
-    Path('repo/tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
+    Path('repo/tokenizer.json').write_text(to_json(make_tokenizer('byte')), encoding='utf-8')
     Path('repo/pytorch_model.bin').touch()
     os.mkdir('cache')
     asked = []

@@ -16,7 +16,7 @@ from sample import TextStream, generate, sample_token
 from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
 from zoo import weights
-from zoo.tokenizer_json import JsonTokenizer
+from zoo.tokenizer_json import JsonTokenizer, to_json
 
 LEARNED = dict(n_kv_head=2, pos='learned', norm='layernorm')
 WINDOWS = dict(window=4, window_pattern='SL')
@@ -236,7 +236,7 @@ def test_streamed_text_is_the_whole_text(capsys):
 @functools.cache
 def byte_chat_tokenizer(template='chatml'):
     """Bytes, ChatML's two marks and a chat template, as a tokenizer.json."""
-    library = pytest.importorskip('tokenizers').Tokenizer.from_str(make_tokenizer('byte').to_json())
+    library = pytest.importorskip('tokenizers').Tokenizer.from_str(to_json(make_tokenizer('byte')))
     library.add_special_tokens(['<|im_start|>', '<|im_end|>'])
     return JsonTokenizer(library.to_str(), {'chat_template': CHAT_TEMPLATES[template]})
 
