@@ -248,7 +248,12 @@ def measure_params(config, model_args):
     print_parameters(model, 'outside the layers', [
         (name, w) for name, w in model.named_parameters() if not name.startswith('h.')])
     if config['contexts']:
-        print_contexts(model, config['contexts'], flops, dtype)
+        mixing = account(model)['mixing'][2]
+        print_table('prompt tokens', ['TFLOPs with weights', 'TFLOPs of attention', 'KV cache, GB'], {
+            f'{n:,}': [f"{count:,.4g}" for count in (
+                (flops - mixing) / 3e12 * n, mixing_flops(model, n) / 3e12 * n,
+                cache_bytes(model, n, dtype) / 1e9)]
+            for n in config['contexts']})
     per_token = cache_per_token(model, dtype)
     cache = cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the KV cache needs "
@@ -315,16 +320,6 @@ def print_parameters(model, title, params, mixer=None):
         counts['head (is wte.weight)'] = [0, 2 * model.wte.weight.numel(), account(model)['head'][2]]
     print_counts(title, ['shape', 'initial value', 'optimizer group', 'parameters', 'forward FLOPs per token',
                          'training FLOPs per token'], counts, texts)
-
-
-def print_contexts(model, lengths, flops, dtype):
-    """Prints the costs of prompts. flops: training FLOPs per token."""
-    mixing = account(model)['mixing'][2]
-    print_table('prompt tokens', ['TFLOPs with weights', 'TFLOPs of attention', 'KV cache, GB'], {
-        f'{n:,}': [f"{count:,.4g}" for count in (
-            (flops - mixing) / 3e12 * n, mixing_flops(model, n) / 3e12 * n,
-            cache_bytes(model, n, dtype) / 1e9)]
-        for n in lengths})
 
 
 # how fast ---------------------------------------------------------------------------------------------------

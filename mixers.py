@@ -459,9 +459,6 @@ class BigramEmbedding(Mixer):
         super().__init__(config, config.n_layer)
         self.table = Embedding(config.bigram_size, config.n_embd, nn.init.zeros_, 'bigram')
 
-    def flops(self, length):
-        return 0
-
     def forward(self, context):
         """-> (B, T, C)"""
         before = after_last(self, context.idx, context)[:, :-1].where(context.position_ids > 0, 0)

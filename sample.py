@@ -127,18 +127,6 @@ def checksum(path):
     return sum(w.float().view(torch.int32).sum().item() for w in read_checkpoint(path)['model'].values())
 
 
-def from_state(state, model_args, **changes):
-    """Builds a model. changes: fields in CHANGEABLE. Raises RuntimeError if the weights do
-    not fit."""
-    config = changed(GPTConfig(**model_args), **changes)
-    if 'wpe.weight' in state:
-        state = state | {'wpe.weight': state['wpe.weight'][:config.block_size]}
-    with torch.device('meta'):
-        model = GPT(config)
-    model.load_state_dict({name: w.clone() for name, w in state.items()}, assign=True)
-    return model
-
-
 def is_published(name):
     """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id."""
     if os.path.exists(name):
@@ -168,8 +156,13 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
             from zoo.weights import adapted_model
             model = adapted_model(checkpoint, state, merge, changes)
         else:
+            config = changed(GPTConfig(**checkpoint['model_args']), **changes)
+            with torch.device('meta'):
+                model = GPT(config)
+            if 'wpe.weight' in state:
+                state['wpe.weight'] = state['wpe.weight'][:config.block_size]
             try:
-                model = from_state(state, checkpoint['model_args'], **changes)
+                model.load_state_dict({name: w.clone() for name, w in state.items()}, assign=True)
             except RuntimeError as error:
                 raise ValueError(f"{path} does not fit its model_args (if a file of examples/ trained it, "
                                  f"name that file): {error}") from error
