@@ -357,7 +357,7 @@ def one_line_errors(kind, error, trace):
 
 # the machine ------------------------------------------------------------------------------------------------
 
-def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
+def runtime(device, dtype, seed=1337, bound_by_memory=False):
     """Chooses device and dtype, and seeds torch.
 
     dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether

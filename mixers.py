@@ -151,15 +151,15 @@ class LatentAttention(BaseAttention):
 
 # layers with a state ----------------------------------------------------------------------------------------
 
-def after_last(mixer, x, context, state=0):
+def after_last(mixer, x, context):
     """x (B, T, ...) -> (B, n + T, ...): the n tokens before x (zeros at the start), then x.
-    mixer.states[state], of shape (n, ...), keeps the last n tokens."""
-    n = mixer.states[state][0][0]
+    mixer.states[0], of shape (n, ...), keeps the last n tokens."""
+    n = mixer.states[0][0][0]
     cache = context.cache
     lengths = context.lengths
     if cache is None:
         return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
-    before = cache.states[mixer.entry(context)][state]
+    before = cache.states[mixer.entry(context)][0]
     x = torch.cat((before, x), dim=1)
     before.copy_(last_tokens(x, n, None if lengths is None else n + lengths))
     return x
@@ -178,7 +178,7 @@ def short_convolution(mixer, x, context):
     return y
 
 
-def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, chunk=64):
+def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk=64):
     """Linear attention with a state S (keys x values) that decays and is corrected:
 
         S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t

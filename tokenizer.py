@@ -305,7 +305,7 @@ CHATML = ("{% if tools %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
-def bpe_tokenizer(size, texts, procs=None):
+def bpe_tokenizer(size, texts, procs):
     """Trains a byte-level BPE tokenizer with `size` ids: 256 bytes, merges, BPE_SPECIAL. Short texts give
     fewer merges. texts: iterables of blocks. Raises ValueError for an unusable size."""
     least = 256 + len(BPE_SPECIAL)
