@@ -458,7 +458,7 @@ def keep_freed_memory(below=1 << 30):
 
 # part of the device's name -> dense 16-bit TFLOP/s of its data sheet
 PEAK_TFLOPS = {
-    'GB300': 2500, 'B300': 2250, 'GB200': 2500, 'B200': 2250, 'GH200': 989, 'H200': 989, 'H100 PCIe': 756,
+    'GB300': 2500, 'B300': 2250, 'GB200': 2500, 'B200': 2250, 'H200': 989, 'H100 PCIe': 756,
     'H100': 989, 'A100': 312, 'L40S': 362, 'V100': 125, 'T4': 65, 'RTX 4090': 165, 'RTX 3090': 71,
 }
 

@@ -826,18 +826,6 @@ def print_sample(run, tokenizer, prompts):
     print0(f"{'-' * 15} sample:\n{text}\n{'-' * 15}")
 
 
-def start_lora(model, config, source):
-    """Adds adapters. Returns what checkpoints store about them."""
-    from zoo.weights import start_lora
-    return start_lora(model, config, source)
-
-
-def shard_model(model, machine):
-    """Splits weights among the ranks."""
-    from fsdp import shard_model
-    shard_model(model, machine)
-
-
 # main program -----------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
@@ -848,8 +836,6 @@ if __name__ == '__main__':
     if init_from == 'auto':
         init_from = config['init_from'] = 'resume' if Path(out_dir, 'ckpt.pt').exists() else 'scratch'
     resumed = init_from == 'resume'
-    if not resumed and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0':
-        print0("warning: torchrun restarted this run from its beginning; use --init_from=auto to resume")
     if resumed:  # ignore the default file
         given = {name: label for name, label in given.items() if label != 'config/default.py'}
         model_args = {name: model_args[name] for name in model_args if name in given}
@@ -873,7 +859,7 @@ if __name__ == '__main__':
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
         # saving may take minutes, and a rank that hangs should not occupy the others for long
         timeout = datetime.timedelta(minutes=10)
-        store, *_ = next(dist.rendezvous('env://', timeout=timeout))
+        store, *_ = next(dist.rendezvous('env://'))
         # torchrun reuses its store after a restart
         store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), store)
         dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS, timeout=timeout)
@@ -916,6 +902,7 @@ if __name__ == '__main__':
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
     lora = source.get('lora') if resumed else None
     if lora_rank and not resumed:
+        from zoo.weights import start_lora
         lora = start_lora(model, config, source)
     n_params = num_params(model)
     if checkpoint_activations:
@@ -924,6 +911,7 @@ if __name__ == '__main__':
         keep_freed_memory(below=2**20)
     shard = shard and RANKS > 1  # if resumed on one rank
     if shard:
+        from fsdp import shard_model
         shard_model(model, machine)
     model.to(device).train()
 
@@ -1001,8 +989,7 @@ if __name__ == '__main__':
             batch = next(batches, None)  # while the device computes
             it = run.iter_num
             if it == first_it + 1:
-                gc.collect()
-                gc.freeze()  # a collection of all objects would pause this rank, and thus the others
+                gc.freeze()  # collecting all these objects would pause this rank, and thus the others
             if it < max_iters:
                 reason = why_stop(signals, time_limit)
             # iterations 1 and 4 show the speed early
