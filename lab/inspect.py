@@ -13,7 +13,7 @@ import os
 import sys
 
 if __name__ == '__main__':  # otherwise this file hides Python's inspect
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = os.path.abspath(__file__ + '/../..')
 
 import math
 

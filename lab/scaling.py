@@ -11,7 +11,7 @@ import os
 import sys
 
 if __name__ == '__main__':  # import from the folder above
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = os.path.abspath(__file__ + '/../..')
 
 import fileinput
 import json

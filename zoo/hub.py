@@ -23,7 +23,7 @@ import sys
 import tempfile
 
 if __name__ == '__main__':  # import from the folder above
-    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    sys.path[0] = os.path.abspath(__file__ + '/../..')
 
 from configurator import check_values, configure, package, plain
 
