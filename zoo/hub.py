@@ -280,8 +280,7 @@ if __name__ == '__main__':
         save = gguf.save_gguf if is_gguf else save_pretrained
         dtype = getattr(torch, str(dtype), dtype)
         save(model, tokenizer, words[2], dtype, family or facts.get('family'))
-        program = 'llama.cpp' if is_gguf else 'transformers and vLLM'
-        print(f"exported {facts['path']} to {words[2]} for {program}")
+        print(f"exported {facts['path']} to {words[2]}")
     elif words == ['families']:
         for kind, one in FAMILIES.items():
             print(f"{kind:20} {one.arch:32} {'read, written' if one.exports else 'read'}")
