@@ -220,7 +220,7 @@ def read_falcon(c, args):
     if new and c['num_ln_in_parallel_attn'] != 1:
         args['norm_placement'] = 'parallel_2'
     if c['alibi']:  # Falcon scales the bias together with the scores
-        args.update(pos='alibi', alibi_scale=(args['n_embd'] // args['n_head']) ** -0.5)
+        args.update(pos='alibi', alibi_scale=head_width(args) ** -0.5)
 
 
 def write_falcon(config, c):
@@ -248,11 +248,6 @@ def write_deepseek_v2(config, c):
 def read_indexer(c, args):
     """Limits the context, because the indexer only matters above index_topk tokens."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
-
-
-def read_topk(c, args):
-    if isinstance(c['moe_topk'], list):  # one number per layer
-        args['n_expert_active'], = {*c['moe_topk']}
 
 
 def read_llama4(c, args):
@@ -412,7 +407,10 @@ def write_layer_rope(config, c):
 
 
 def read_hunyuan(c, args):
-    """Replaces a dynamic scaling with alpha by a larger base."""
+    """Replaces a dynamic scaling with alpha by a larger base. Layers may have equal numbers of active
+    experts."""
+    if isinstance(c.get('moe_topk'), list):
+        args['n_expert_active'], = {*c['moe_topk']}
     scaling = args['rope_scaling'] or {}
     width = head_width(args)
     if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
@@ -536,8 +534,7 @@ add('youtu', like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
 add(
     'deepseek_v32', 'deepseek_v3', 'DeepseekV32ForCausalLM', exports=False, harmless='index*',
     rules=(MLP_TYPES, Rule({}, read_indexer)))
-TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
-                    n_group=None, topk_group=None)
+TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None)
 add(
     'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM',
     fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
@@ -892,7 +889,7 @@ add(
     'nemotron', 'arcee', 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
     fixed=dict(LAYERNORM, partial_rotary_factor=0.5),
     layouts=PLUS_ONE_NORMS)
-add('jais2', 'arcee', 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'), fixed=dict(LAYERNORM))
+add('jais2', 'arcee', 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'), fixed=LAYERNORM)
 add(
     'apertus', 'arcee', 'ApertusForCausalLM', required=dict(qk_norm=True),
     exports=False,
@@ -948,7 +945,6 @@ add(
     fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
                 **NO_BIAS),
     required=dict(score_func='sigmoid', route_norm=True),
-    harmless='n_group topk_group',
     fixed=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
     names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
            'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
@@ -958,7 +954,6 @@ add(
 add(
     'hy_v3', DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
     fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
-    harmless='n_group topk_group',
     fixed=dict(qk_norm=True),
     names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
     rules=(MLP_TYPES,))
@@ -986,8 +981,7 @@ add(
 add(
     'hunyuan_v1_moe', 'hunyuan_v1_dense', 'HunYuanMoEV1ForCausalLM', fixed=dict(n_shared_expert=1),
     fields=dict(n_expert='num_experts', n_expert_active='moe_topk'),
-    names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
-    rules=(Rule({}, read_hunyuan), Rule({}, read_topk)))
+    names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP})
 add(
     'llama4_text', BASE, 'Llama4ForCausalLM', exports=False,
     fields=dict(EXPERTS, d_ff='intermediate_size_mlp'),
@@ -1246,7 +1240,7 @@ def write_config(config, kind):
     return c
 
 
-def config_to_hf(config, kinds=SHAPES):
+def config_to_hf(config, kinds):
     """GPTConfig -> config.json of the first family that computes the same. Raises ValueError, naming what
     the nearest family lacks."""
     ours = canonical(config)
