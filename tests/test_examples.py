@@ -15,6 +15,7 @@ import torch
 
 EXAMPLES = {path.stem: str(path) for path in sorted((common.ROOT / 'examples').glob('*.py'))}
 SMALL = [*common.TOY, '--n_layer=4', '--n_head=4', '--max_iters=10', '--eval_interval=5']
+each_example = pytest.mark.parametrize('name', EXAMPLES)
 OURS = {'zoo', 'lab', 'formulas', *EXAMPLES, *(path.stem for path in common.ROOT.glob('*.py'))}
 
 
@@ -50,13 +51,13 @@ def imported(name):
         yield found
 
 
-@pytest.mark.parametrize('name', EXAMPLES)
+@each_example
 def test_an_example_is_short(name):
     with open(EXAMPLES[name], encoding='utf-8') as f:
         assert len(f.readlines()) <= 80
 
 
-@pytest.mark.parametrize('name', EXAMPLES)
+@each_example
 def test_an_example_trains_resumes_and_recomputes(name, folder):
     """A resumed run and one that recomputes its blocks have the numbers of an unbroken run."""
     whole = train(name, '--dropout=0.1')
@@ -72,7 +73,7 @@ def test_an_example_trains_resumes_and_recomputes(name, folder):
     assert [row['loss'] for row in common.log_rows('out')] == losses
 
 
-@pytest.mark.parametrize('name', EXAMPLES)
+@each_example
 def test_an_example_passes_the_checks(name, folder, capsys):
     """lab/check.py: caches, ragged rows, documents, gradients, dropout, updates, one compiled graph."""
     with pytest.raises(SystemExit) as end:
@@ -82,7 +83,7 @@ def test_an_example_passes_the_checks(name, folder, capsys):
     assert 'check_cache' in printed
 
 
-@pytest.mark.parametrize('name', EXAMPLES)
+@each_example
 def test_an_examples_samples_do_not_depend_on_the_cache(name, folder):
     train(name)
     with imported(name):
@@ -96,7 +97,7 @@ def test_an_examples_samples_do_not_depend_on_the_cache(name, folder):
             assert logits[token] > logits.max() - 1e-4
 
 
-@pytest.mark.parametrize('name', EXAMPLES)
+@each_example
 def test_an_examples_flops_are_counted(name, folder):
     """Next to torch's count of matrix products, 3 times the forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -117,7 +118,7 @@ def test_an_examples_flops_are_counted(name, folder):
 STANDARD = {'beam_search', 'growing_length', 'label_smoothing', 'soap', 'typical_sampling', 'weight_mean'}
 
 
-@pytest.mark.parametrize('name', EXAMPLES)
+@each_example
 def test_an_example_is_not_exported_as_something_else(name, folder):
     train(name, '--max_iters=1', '--eval_interval=1')
     with pytest.raises(ValueError) if name not in STANDARD else contextlib.nullcontext() as error:
@@ -142,7 +143,6 @@ def test_options_that_an_example_replaces_are_rejected(name, options, folder):
 
 def randomized(flat, **options):
     """A model, none of whose weights are zero or one, and token ids (2, 24)."""
-    torch.manual_seed(0)
     fields = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=32, vocab_size=61, block_size=32)
     net = flat.GPT(flat.GPTConfig(**fields | options)).eval()
     with torch.no_grad():
@@ -214,7 +214,6 @@ def layer(letter, idx, **options):
     """Runs a random model. Returns its last mixer, the queries, keys and values of the first row, each
     (heads, T, 8), and what c_proj projects, (T, 32)."""
     import model as flat
-    torch.manual_seed(0)
     model = flat.GPT(flat.GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=16, vocab_size=9,
                                     mixer_pattern=letter, **options)).eval()
     for w in model.parameters():
@@ -246,7 +245,7 @@ def test_differential_attention_equals_its_formula():
 @torch.no_grad()
 @pytest.mark.parametrize('start', [0, 2])
 def test_moba_equals_its_formula(start):
-    idx = torch.randint(1, 9, (1, 15), generator=torch.Generator().manual_seed(0))
+    idx = torch.randint(1, 9, (1, 15))
     idx[0, start] = 0
     with imported('moba') as found:
         found.update(BLOCK=3, TOP_K=2)
@@ -265,7 +264,6 @@ def test_moba_with_small_blocks_passes_the_checks():
         found.update(BLOCK=3, TOP_K=2)
         from lab import check
         config = check.tiny_config(check.GPTConfig(n_layer=2, n_kv_head=3, mixer_pattern='O'))
-        torch.manual_seed(0)
         check.check_cache(config)
         check.check_gradients(config)
         check.check_documents(config)
@@ -376,7 +374,7 @@ def test_typical_sampling():
     u = (torch.arange(4000) + 0.5) / 4000
     with imported('typical_sampling') as found:
         found['MASS'] = 0.7
-        for logits in torch.randn(8, 6, generator=torch.Generator().manual_seed(0)) * 2:
+        for logits in torch.randn(8, 6) * 2:
             p = np.exp(logits.double().numpy() / 0.8)
             p /= p.sum()
             entropy = -sum(p * np.log(p))
@@ -503,7 +501,6 @@ def test_beam_search(alpha):
     with imported('beam_search') as found:
         import sample
         from model import GPT, GPTConfig
-        torch.manual_seed(0)
         model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=5)).eval()
         for w in model.parameters():
             torch.nn.init.normal_(w, std=0.3)

@@ -4,12 +4,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import common
 import pytest
 import torch
+from test_examples import fresh_modules
 
 TEXT = (common.ROOT / 'docs/extending.md').read_text('utf-8')
 RECIPES = {text.partition('\n')[0]: text for text in TEXT.split('\n## ')[1:]}
@@ -41,16 +41,8 @@ def copy(folder, monkeypatch):
     shutil.copytree(common.ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     monkeypatch.setattr(common, 'ROOT', folder)
     monkeypatch.syspath_prepend(folder)
-    ours = {'zoo', 'lab', *(path.stem for path in folder.glob('*.py'))}
-    kept = {}
-    for name in [*sys.modules]:
-        if name.partition('.')[0] in ours:
-            kept[name] = sys.modules.pop(name)
-    yield
-    for name in [*sys.modules]:
-        if name.partition('.')[0] in ours:
-            del sys.modules[name]
-    sys.modules.update(kept)
+    with fresh_modules():
+        yield
 
 
 @pytest.mark.parametrize('title', RECIPES)
