@@ -20,14 +20,14 @@ from common import (
     tok_oracles,
     tok_texts,
 )
-from test_hub import BIASED, TIED, contents, full_disk, hf_model, hf_rope, safetensors
+from test_hub import BIASED, LLAMA3, TIED, contents, full_disk, hf_model, hf_rope, safetensors
 
 from sample import load
 from test_model import near, tiny
 from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, make_tokenizer
 from zoo import gguf as zoo_gguf
 from zoo import hub, weights
-from zoo.tokenizer_json import JsonTokenizer, to_json
+from zoo.tokenizer_json import JsonTokenizer, byte_chars, to_json
 
 gguf = pytest.importorskip('gguf')
 
@@ -47,7 +47,6 @@ def paired(w, n_head):
     return torch.stack([head[i // 2 + i % 2 * half] for head in heads for i in range(2 * half)])
 
 
-LLAMA3 = hf_rope('llama3', factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 MODELS = [  # model_type, changes to test_hub's SMALL, a key, tensors as functions of the published tensors
     ('qwen3', dict(TIED, **hf_rope('yarn', factor=4.0)), ('qwen3.rope.scaling.original_context_length', 16), {
         'blk.1.attn_k.weight': lambda s: s['model.layers.1.self_attn.k_proj.weight'],
@@ -74,10 +73,9 @@ MODELS = [  # model_type, changes to test_hub's SMALL, a key, tensors as functio
     ('olmo2', {}, ('olmo2.block_count', 3), {
         'blk.0.post_ffw_norm.weight': lambda s: s['model.layers.0.post_feedforward_layernorm.weight']}),
     ('smollm3', dict(num_hidden_layers=5), ('smollm3.rope.freq_base', 2e6), {})]
-IDS = [one[0] for one in MODELS]
 
 
-@pytest.mark.parametrize('kind, options, key, tensors', MODELS, ids=IDS)
+@pytest.mark.parametrize('kind, options, key, tensors', MODELS, ids=[one[0] for one in MODELS])
 @torch.no_grad()
 def test_models_out_and_in(kind, options, key, tensors, tmp_path):
     hf_model(kind, dict(options, vocab_size=300), tmp_path)
@@ -161,10 +159,8 @@ def test_matrices_are_written_in_other_dtypes(tmp_path):
 # tokenizers -------------------------------------------------------------------------------------------------
 
 def tokenized(keys, words):
-    """The ids of words, from nothing but the keys of a file: bytes are merged by rank."""
-    alphabet = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    chars = {b: chr(b) for b in alphabet} | {
-        b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in alphabet)}
+    """The ids of words, from the keys of a file: bytes are merged by rank."""
+    chars = {b: char for char, b in byte_chars().items()}
     ids = {token: i for i, token in enumerate(keys['tokenizer.ggml.tokens'])}
     ranks = {tuple(pair.split(' ')): i for i, pair in enumerate(keys['tokenizer.ggml.merges'])}
     found = []

@@ -120,11 +120,12 @@ def hf_rope(kind, **options):
     return {'rope_parameters': {'rope_type': kind, 'rope_theta': 5000.0, **length, **options}}
 
 
+LLAMA3 = hf_rope('llama3', factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 VARIANTS = {  # model_type: one dict of changes to SMALL per model; other families have no changes
     'gpt2': [{}, dict(UNTIED, n_inner=40, activation_function='relu')],
     'llama': [
         dict(TIED, **BIASED, head_dim=16, **hf_rope('linear', factor=2.0)),
-        hf_rope('llama3', factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0),
+        LLAMA3,
         dict(num_key_value_heads=1, head_dim=8, **hf_rope(  # factors for long texts only, because
             'longrope', factor=4.0, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.0, 4.0],
             original_max_position_embeddings=4))],  # transformers switches while it decodes
