@@ -83,6 +83,18 @@ def prep_ids(folder, split, dtype='<u2'):
     return np.fromfile(os.path.join(folder, f'{split}.bin'), dtype)
 
 
+def of_split(split, documents):
+    """The documents of a split if val_fraction is 0.1."""
+    return [document for n, document in enumerate(documents) if (n % 10 == 1) == (split == 'val')]
+
+
+def save_tokenizer(tok, folder='tok'):
+    """Writes a JsonTokenizer's files as they are published."""
+    os.makedirs(folder, exist_ok=True)
+    Path(folder, 'tokenizer.json').write_text(tok.source, 'utf-8')
+    Path(folder, 'tokenizer_config.json').write_text(json.dumps(tok.config), 'utf-8')
+
+
 def prep_source(*texts):
     """A Source of these documents. A single document ends with the validation text."""
     return prepare.Source('x', 'x', lambda: ([text] for text in texts))

@@ -27,6 +27,7 @@ from common import (
     ROOT,
     TOOLS,
     chat_tokenizer,
+    of_split,
     prep_awkward,
     prep_gpt2,
     prep_ids,
@@ -34,6 +35,7 @@ from common import (
     prep_source,
     prep_toy_bpe,
     run,
+    save_tokenizer,
 )
 
 import prepare
@@ -61,11 +63,6 @@ def prep(tmp_path, monkeypatch, capsys):
     return prep
 
 
-def of_split(split, documents):
-    """The documents of a split if val_fraction is 0.1."""
-    return [document for n, document in enumerate(documents) if (n % 10 == 1) == (split == 'val')]
-
-
 def prep_texts(source):
     """split_texts of a source, as in prepare.py."""
     return prepare.split_texts(source, 0.1, prepare.characters_to_train_on(source, 0.1))
@@ -82,12 +79,6 @@ def write_jsonl(path, records):
 def write_parquet(path, records, **options):
     pa = pytest.importorskip('pyarrow')
     pytest.importorskip('pyarrow.parquet').write_table(pa.Table.from_pylist(records), path, **options)
-
-
-def save_tokenizer(tok):
-    os.makedirs('tok')
-    Path('tok/tokenizer.json').write_text(tok.source, 'utf-8')
-    Path('tok/tokenizer_config.json').write_text(json.dumps(tok.config), 'utf-8')
 
 
 # whole runs -------------------------------------------------------------------------------------------------

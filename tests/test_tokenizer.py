@@ -12,13 +12,16 @@ import tiktoken
 import torch
 from common import (
     CHAT_TEMPLATES,
+    PREP_DATA,
     PREP_WORDS,
     TOOLS,
+    of_split,
     prep_awkward,
     prep_gpt2,
     prep_ids,
     prep_patterns,
     prep_toy_bpe,
+    save_tokenizer,
     tok_oracles,
     tok_texts,
 )
@@ -119,8 +122,7 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
     library = oracle(name)
     end = '</s>' if library.token_to_id('</s>') else EOT
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': end}
-    for file, content in ('tokenizer.json', library.to_str()), ('tokenizer_config.json', json.dumps(config)):
-        (tmp_path / file).write_text(content, encoding='utf-8')
+    save_tokenizer(JsonTokenizer(library.to_str(), config), tmp_path)
     tok = tokenizer_from_state(make_tokenizer(str(tmp_path)).state())
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     marks = [token.content for token in library.get_added_tokens_decoder().values()][:5]
@@ -136,8 +138,7 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
             del one[:len(tok.bos) * (one[1:2] == list(tok.bos))]
             one += [theirs.eos_token_id][one[-1:] == [theirs.eos_token_id]:]
         for split in ('train', 'val'):
-            ids = [ids for n, ids in enumerate(wanted) if (n % 10 == 1) == (split == 'val')]
-            assert prep_ids(tmp_path / how, split).tolist() == [i for one in ids for i in one]
+            assert prep_ids(tmp_path / how, split).tolist() == sum(of_split(split, wanted), [])
     assert tok.eot == theirs.eos_token_id
     # Llama 2 and Mistral put a space before every text, GPT-2 before one that begins with a line end
     assert tok.can_cut == (name not in ('llama2', 'mistral', 'gpt2 prefix'))
@@ -173,12 +174,13 @@ def test_special_tokens_in_a_message_are_text_and_those_of_its_template_are_not(
             spec['model']['vocab'][token['content']] = there
     theirs = library_tokenizer(json.dumps(dict(spec, post_processor=None)))
     names = [token['content'] for token in specials][:3]
-    template = '{0}user\n{{}}{1} \n{{}} {2}  {0}{{}}'
+    template, other = ('{0}user\n{{}}{1} \n{{}} {2}  {0}{{}}'.format(*(each * 3)[:3])
+                       for each in (marks, names))
     for text, mark in itertools.product(AWKWARD[:9], marks):
         texts = [f'{mark}{text}', f'{text}  {mark} {marks[0]}', mark]
-        ids = tok.encode_chat(template.format(*(marks * 3)[:3]).format(*tok.as_text(texts)))
-        assert ids == theirs.encode(template.format(*(names * 3)[:3]).format(*texts)).ids
-        assert ids != tok.encode_chat(template.format(*(marks * 3)[:3]).format(*texts))
+        ids = tok.encode_chat(template.format(*tok.as_text(texts)))
+        assert ids == theirs.encode(other.format(*texts)).ids
+        assert ids != tok.encode_chat(template.format(*texts))
 
 
 def test_special_tokens_in_a_message_are_text_to_tables_too():
@@ -283,8 +285,8 @@ def test_chats_are_rendered_as_by_transformers(name, tmp_path):
         '__type': 'AddedToken', 'content': '</s>', 'lstrip': False, 'rstrip': False, 'normalized': False,
         'single_word': False, 'special': True}}
     if name == 'minimind':
-        folder = Path(os.environ['FLATGPT_DATA']) / 'minimind_tokenizer'
-        config |= json.loads((folder / 'tokenizer_config.json').read_text(encoding='utf-8'))
+        path = Path(PREP_DATA, 'minimind_tokenizer/tokenizer_config.json')
+        config |= json.loads(path.read_text(encoding='utf-8'))
     elif name == 'named':
         config['chat_template'] = [{'name': 'default', 'template': CHAT_TEMPLATES['chatml']},
                                    {'name': 'tool_use', 'template': CHAT_TEMPLATES['everything']}]
@@ -292,8 +294,7 @@ def test_chats_are_rendered_as_by_transformers(name, tmp_path):
         (tmp_path / 'chat_template.jinja').write_text(CHAT_TEMPLATES['qwen3'], encoding='utf-8')
     else:
         config['chat_template'] = CHAT_TEMPLATES[name]
-    (tmp_path / 'tokenizer.json').write_text(library.to_str(), encoding='utf-8')
-    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config), encoding='utf-8')
+    save_tokenizer(JsonTokenizer(library.to_str(), config), tmp_path)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
     ours = tokenizer_from_state(json_tokenizer(str(tmp_path)).state())
     switch = {'minimind': 'open_thinking', 'deepseek': 'thinking'}.get(name, 'enable_thinking')
