@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 from common import ROOT, TOY, log_rows, run, write_toy
+from test_scripts import read_config
 
 import train as flat_train
-from configurator import configure
 from lab import compare as flat_compare
 from lab.compare import (
     Variant,
@@ -31,7 +31,6 @@ from lab.compare import (
     measured_line,
     paired_difference,
 )
-from model import GPT, GPTConfig
 
 
 @pytest.fixture
@@ -135,9 +134,11 @@ def test_runs_are_named_by_code_and_arguments(folder, monkeypatch):
     def git(*args):
         subprocess.run(['git', '-c', 'user.name=x', '-c', 'user.email=x@x', *args], cwd=repo, check=True)
 
+    def variant_of(text):
+        return make_variants({'x': text}, ['--dataset=toy'], Path(tempfile.mkdtemp(dir=folder)))[0]
+
     def run_of(text):
-        variant, = make_variants({'x': text}, ['--dataset=toy'], Path(tempfile.mkdtemp(dir=folder)))
-        return variant.folder(1)
+        return variant_of(text).folder(1)
     for name in ('train.py', 'model.py', 'config/default.py'):
         write(name, 'init_from = "scratch"\ndataset = "toy"\nmax_iters = 1')
     git('init', '-q')
@@ -163,8 +164,7 @@ def test_runs_are_named_by_code_and_arguments(folder, monkeypatch):
         write('config/mine.py', f'a = {number}')
         head, before = run_of('config/default.py'), head
     assert head != before
-    variant, = make_variants({'x': '--init_from=x'}, ['--dataset=toy'], Path(tempfile.mkdtemp(dir=folder)))
-    assert len(variant.args) == 2  # train.py reads its default file itself
+    assert len(variant_of('--init_from=x').args) == 2  # train.py reads its default file itself
 
 
 @pytest.mark.parametrize('text, revision, args', [
@@ -186,11 +186,6 @@ def test_mistakes_show_before_any_run(folder, args, message):
 
 
 # equal size -------------------------------------------------------------------------------------------------
-def fields_of(args):
-    """The fields of GPTConfig in flags."""
-    return configure({**vars(flat_train), '__name__': ''}, 'GPTConfig', argv=args).model_args
-
-
 def test_match_gives_equal_parameters(folder):
     """Of those that a token uses: half of the experts idle."""
     base = [*TOY, '--n_embd=48']
@@ -199,7 +194,7 @@ def test_match_gives_equal_parameters(folder):
     match_size(variant, measured_line(base)['active'], 'active')
     counts = []
     for args in base, variant.args:
-        model = GPT(GPTConfig(vocab_size=23, **fields_of(args)))
+        _, model = read_config('--vocab_size=23', *args)
         idle = sum(w.numel() for name, w in model.named_parameters() if 'experts.' in name) // 2
         counts.append(sum(w.numel() for w in model.state_dict().values()) - idle)
     assert abs(counts[1] / counts[0] - 1) <= 0.01 and len(variant.args) > len(other)
