@@ -8,10 +8,7 @@ if 'PYTEST_XDIST_WORKER' in os.environ:  # before torch: a thread for each worke
     os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # whatever else runs here
 
-import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch

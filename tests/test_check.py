@@ -71,8 +71,7 @@ def test_correct_models_pass(options):
     assert small.n_layer <= 7
     for function in check.CHECKS:
         if function is not check.check_compiling:  # takes seconds; below
-            holds, remark = check.run_check(function, small)
-            assert holds, remark
+            function(small)
 
 
 def test_a_forks_layer_without_formula_passes(monkeypatch):
@@ -94,8 +93,7 @@ def test_a_forks_randomness_and_shared_keys_pass(monkeypatch):
     monkeypatch.setitem(flat.MIXERS, 'H', SharedKeys)
     small = check.tiny_config(GPTConfig(mixer_pattern='H', n_kv_head=2, mtp=True))
     for function in check.check_formulas, check.check_gradients, check.check_updates:
-        holds, remark = check.run_check(function, small)
-        assert holds, remark
+        function(small)
 
 
 SCHEDULES = {  # (share of the decay done, cooldown) -> share of the peak
