@@ -87,7 +87,7 @@ def token_bytes(vocab, spec):
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = byte_chars()
-    added = {token['content'] for token in spec.get('added_tokens', [])}
+    added = {token['content'] for token in spec['added_tokens']}
     tokens = {}
     for text, i in vocab.items():
         if byte_level and text not in added and all(char in back for char in text):
