@@ -170,11 +170,15 @@ def converted(ours, theirs, read, write, default):
                 lambda config, c: c.update({theirs: write(config)}))
 
 
+def width_of_shared(config):
+    """The total width of all shared experts."""
+    return (config.n_shared_expert or 0) * (config.d_expert or 0)
+
+
 def shared_width(theirs):
     """The Rule of the total width of all shared experts."""
-    return converted('n_shared_expert', theirs,
-                     lambda width, args: width and width // args['d_expert'],
-                     lambda config: (config.n_shared_expert or 0) * (config.d_expert or 0), 0)
+    return converted('n_shared_expert', theirs, lambda width, args: width and width // args['d_expert'],
+                     width_of_shared, 0)
 
 
 def scale(config):
@@ -293,9 +297,9 @@ def read_granite_hybrid(c, args):
 
 
 def write_granite_hybrid(config, c):
-    shared = (config.n_shared_expert or 0) * (config.d_expert or 0)
     c.update(position_embedding_type='rope' if config.pos == 'rope' else None,
-             num_local_experts=config.n_expert or 0, shared_intermediate_size=shared or config.d_ff)
+             num_local_experts=config.n_expert or 0,
+             shared_intermediate_size=width_of_shared(config) or config.d_ff)
 
 
 NEMOTRON_LAYERS = {  # words, or letters in older files: our letters
@@ -356,7 +360,7 @@ def write_gemma4(config, c):
              head_dim=local['head_dim'], num_key_value_heads=local['n_kv_head'],
              enable_moe_block=bool(config.n_expert))
     if config.n_expert:
-        c['intermediate_size'] = config.n_shared_expert * config.d_expert
+        c['intermediate_size'] = width_of_shared(config)
 
 
 def head_width(args):
