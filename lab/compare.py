@@ -248,7 +248,7 @@ def run_variant(variant, seed):
     return read_run(folder) or {'error': f"{last_line} (exit status {process.returncode})"}
 
 
-def run_all(variants, seeds, until='', margin=0.0):
+def run_all(variants, seeds, until, margin):
     """Completes all runs, seed by seed. Returns {variant's name: run_variant's dicts}. A variant
     gets no further seed after a failure, or, if until='decided', after a clear verdict. Raises
     ValueError if the baseline fails."""
