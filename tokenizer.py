@@ -54,7 +54,7 @@ def in_processes(procs, work, items):
         return
     pipes = [start_worker(work) for _ in range(procs)]
     busy = collections.deque()
-    # multiprocessing.Pool would need threads here, which take a third of the time
+    # Pool's threads would take a third of the time
     for pipe, group in zip(itertools.cycle(pipes), iter(lambda: [*itertools.islice(items, 64)], [])):
         results = receive(busy.popleft()) if len(busy) == procs else []
         pipe.send(group)
@@ -67,7 +67,7 @@ def in_processes(procs, work, items):
 
 
 def start_worker(work):
-    """Starts a process. Returns a pipe to it."""
+    """Returns a pipe to a new process."""
     ours, theirs = multiprocessing.Pipe()
     multiprocessing.Process(target=run_worker, args=(theirs, work), daemon=True).start()
     theirs.close()
@@ -83,7 +83,7 @@ def receive(pipe):
 
 
 def run_worker(pipe, work):
-    """Works on lists of items until one is empty."""
+    """Works until a list is empty."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()

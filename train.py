@@ -183,8 +183,8 @@ def all_reduce(x, **op):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """A permutation of n sequences. Above 2**20 sequences, it shuffles blocks of 64 adjacent
-    sequences, and then in equal parts, so that a disk reads whole blocks."""
+    """A permutation of n sequences. Above 2**20, it shuffles blocks of 64 adjacent sequences, and
+    then within equal parts, so that a disk reads whole blocks."""
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(n)
     n_blocks = -(-n // 64)
@@ -678,7 +678,7 @@ def save(run, name, constant):
     path = Path(run.config['out_dir'], name)
     temp = path.with_suffix('.tmp')
     if RANK == 0:
-        # a quarter of the time: fsync and renaming already protect against a torn file
+        # slow; fsync and renaming protect against torn files
         torch.serialization.set_crc32_options(False)
         try:
             with open(temp, 'wb') as f:
@@ -857,7 +857,7 @@ if __name__ == '__main__':
     if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first GPU
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
-        # saving may take minutes, and a rank that hangs should not occupy the others for long
+        # a rank that hangs should not occupy the others for long
         timeout = datetime.timedelta(minutes=10)
         store, *_ = next(dist.rendezvous('env://'))
         # torchrun reuses its store after a restart
@@ -989,7 +989,7 @@ if __name__ == '__main__':
             batch = next(batches, None)  # while the device computes
             it = run.iter_num
             if it == first_it + 1:
-                gc.freeze()  # collecting all these objects would pause this rank, and thus the others
+                gc.freeze()  # collecting all objects would pause all ranks
             if it < max_iters:
                 reason = why_stop(signals, time_limit)
             # iterations 1 and 4 show the speed early

@@ -538,7 +538,8 @@ add('youtu', like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
 add(
     'deepseek_v32', 'deepseek_v3', 'DeepseekV32ForCausalLM', exports=False, harmless='index*',
     rules=(MLP_TYPES, Rule({}, read_indexer)))
-TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None)
+TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
+                    n_group=None, topk_group=None)
 add(
     'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM',
     fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
@@ -949,6 +950,7 @@ add(
     fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
                 **NO_BIAS),
     required=dict(score_func='sigmoid', route_norm=True),
+    harmless='n_group topk_group',
     fixed=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
     names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
            'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
@@ -958,6 +960,7 @@ add(
 add(
     'hy_v3', DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
     fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
+    harmless='n_group topk_group',
     fixed=dict(qk_norm=True),
     names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
     rules=(MLP_TYPES,))
