@@ -947,7 +947,7 @@ if __name__ == '__main__':
     compile = resolve_compile(compile, device, flops_per_token(model) * max_iters * tokens / RANKS)
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
-        run.forward = compile_model(model, device)  # not for evaluation, which would compile again
+        run.forward = compile_model(model, device)  # evaluation would compile again
     if RANKS > 1 and not shard:
         run.forward = DDP(run.forward, gradient_as_bucket_view=True)
 

@@ -411,9 +411,8 @@ def write_layer_rope(config, c):
 
 
 def read_hunyuan(c, args):
-    """Replaces a dynamic scaling with alpha by a larger base. Layers may have equal numbers of active
-    experts."""
-    if isinstance(c.get('moe_topk'), list):
+    """Replaces a dynamic scaling with alpha by a larger base."""
+    if isinstance(c.get('moe_topk'), list):  # one number per layer
         args['n_expert_active'], = {*c['moe_topk']}
     scaling = args['rope_scaling'] or {}
     width = head_width(args)
