@@ -37,7 +37,7 @@ block_size: int | None = None  # another context length [>= 2]
 rope_scaling: dict | None = None  # {'rope_type': 'linear', 'factor': 4.0}
 # text
 start = '\n'                # a prompt, FILE:name or LINES:name (one prompt per line)
-num_samples = 1             # samples per prompt [>= 1]
+num_samples = 3             # samples per prompt [>= 1]
 max_new_tokens = 500        # tokens per sample [>= 1]
 batch_size = 64             # samples at once [>= 1]
 output = ''                 # a file to create, with one JSON line per sample [if not chat or start != '\n']

@@ -18,6 +18,8 @@ from sample import Sample, prefill
 BEAMS = 4
 ALPHA = 0.6  # 0: the total log probability is the score
 
+num_samples = 1  # further samples would be equal
+
 
 def score(log_p, length):
     """The normalised log probability of `length` tokens."""
