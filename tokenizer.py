@@ -87,12 +87,13 @@ def run_worker(pipe, work):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    while items := pipe.recv():
-        try:
-            results = [*map(work, items)]
-        except Exception as error:
-            results = error
-        pipe.send(results)
+    with contextlib.suppress(EOFError, OSError):  # the parent may close the pipe early
+        while items := pipe.recv():
+            try:
+                results = [*map(work, items)]
+            except Exception as error:
+                results = error
+            pipe.send(results)
 
 
 def end_with_parent():
