@@ -806,7 +806,7 @@ def look(folder):
 
 
 def stop(number, _):
-    """Handles a signal: removes temporary files, ends the program."""
+    """Removes temporary files, ends the program."""
     for other in SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     if os.getpid() == MAIN:  # not a worker that has just started

@@ -54,7 +54,7 @@ def in_processes(procs, work, items):
         return
     pipes = [start_worker(work) for _ in range(procs)]
     busy = collections.deque()
-    # Pool's threads would take a third of the time
+    # Pool would need a third more time
     for pipe, group in zip(itertools.cycle(pipes), iter(lambda: [*itertools.islice(items, 64)], [])):
         results = receive(busy.popleft()) if len(busy) == procs else []
         pipe.send(group)
@@ -87,7 +87,7 @@ def run_worker(pipe, work):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    with contextlib.suppress(EOFError, OSError):  # the parent may close the pipe early
+    with contextlib.suppress(EOFError, OSError):  # the parent stopped
         while items := pipe.recv():
             try:
                 results = [*map(work, items)]
