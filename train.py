@@ -678,7 +678,7 @@ def save(run, name, constant):
     path = Path(run.config['out_dir'], name)
     temp = path.with_suffix('.tmp')
     if RANK == 0:
-        # slow; fsync and renaming protect against torn files
+        # slow; fsync and renaming protect files
         torch.serialization.set_crc32_options(False)
         try:
             with open(temp, 'wb') as f:
@@ -826,6 +826,18 @@ def print_sample(run, tokenizer, prompts):
     print0(f"{'-' * 15} sample:\n{text}\n{'-' * 15}")
 
 
+def start_lora(model, config, source):
+    """See zoo/weights.py."""
+    from zoo.weights import start_lora
+    return start_lora(model, config, source)
+
+
+def shard_model(model, machine):
+    """See fsdp.py."""
+    from fsdp import shard_model
+    shard_model(model, machine)
+
+
 # main program -----------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
@@ -902,7 +914,6 @@ if __name__ == '__main__':
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
     lora = source.get('lora') if resumed else None
     if lora_rank and not resumed:
-        from zoo.weights import start_lora
         lora = start_lora(model, config, source)
     n_params = num_params(model)
     if checkpoint_activations:
@@ -911,7 +922,6 @@ if __name__ == '__main__':
         keep_freed_memory(below=2**20)
     shard = shard and RANKS > 1  # if resumed on one rank
     if shard:
-        from fsdp import shard_model
         shard_model(model, machine)
     model.to(device).train()
 
