@@ -244,7 +244,7 @@ class Linear(nn.Linear):
 
 def project(x, w, bias=None):
     """x (..., n_in) @ w^T + bias"""
-    if (x.is_cpu and x.numel() == w.shape[1] and x.dtype == w.dtype == torch.bfloat16
+    if (x.is_cpu and x.numel() == x.shape[-1] == w.shape[1] and x.dtype == w.dtype == torch.bfloat16
             and not torch.compiler.is_compiling()):  # one token: 1.2 times as fast on Intel with AMX
         y = torch.mv(w, x.flatten()) if bias is None else torch.addmv(bias, w, x.flatten())
         return y.view(*x.shape[:-1], -1)
@@ -563,7 +563,7 @@ class GPT(nn.Module):
         config = self.config
         x = self.wte(context.idx)
         if config.embed_scale != 1:
-            x = x * x.new_full((), config.embed_scale)  # rounds the factor to bfloat16, as in Gemma
+            x = x * x.new_full((), config.embed_scale)  # rounds the factor as Gemma does
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:

@@ -355,14 +355,14 @@ def fetch(url, folder):
             try:
                 with requests.get(url, stream=True, timeout=60, headers={
                         'Accept-Encoding': 'identity', 'Range': f'bytes={begin}-', 'If-Unmodified-Since':
-                        formatdate(os.path.getmtime(f.name), usegmt=True)}) as response:
+                        formatdate(os.path.getmtime(f.name), usegmt=True) if begin else None}) as response:
                     if response.status_code not in (412, 416):
                         response.raise_for_status()
                         f.truncate(begin if response.status_code == 206 else 0)
                         response.raw.enforce_content_length = True  # for urllib3 1
                         f.writelines(response.iter_content(1 << 16))
                         end = f'/{f.seek(0, 2)}'
-                        if response.headers.get('Content-Range', end).endswith(end):
+                        if response.headers.get('Content-Range', end).endswith((end, '/*')):
                             break
                     f.truncate(0)
                     raise requests.ConnectionError('the file has changed')

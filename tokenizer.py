@@ -54,10 +54,11 @@ def in_processes(procs, work, items):
         return
     pipes = [start_worker(work) for _ in range(procs)]
     busy = collections.deque()
-    # Pool needs a third more time
+    # Pool's threads need a third more time
     for pipe, group in zip(itertools.cycle(pipes), iter(lambda: [*itertools.islice(items, 64)], [])):
         results = receive(busy.popleft()) if len(busy) == procs else []
-        pipe.send(group)
+        with contextlib.suppress(BrokenPipeError):  # then receive fails
+            pipe.send(group)
         busy.append(pipe)
         yield from results
     for pipe in busy:
@@ -76,7 +77,10 @@ def start_worker(work):
 
 def receive(pipe):
     """Returns a worker's results, or raises its error."""
-    results = pipe.recv()
+    try:
+        results = pipe.recv()
+    except (EOFError, OSError) as error:
+        raise OSError('a worker was killed, perhaps because memory ran out: lower --procs') from error
     if isinstance(results, Exception):
         raise results
     return results
