@@ -57,7 +57,7 @@ def in_processes(procs, work, items):
     # Pool's threads need a third more time
     for pipe, group in zip(itertools.cycle(pipes), iter(lambda: [*itertools.islice(items, 64)], [])):
         results = receive(busy.popleft()) if len(busy) == procs else []
-        with contextlib.suppress(BrokenPipeError):  # then receive fails
+        with contextlib.suppress(BrokenPipeError):
             pipe.send(group)
         busy.append(pipe)
         yield from results
