@@ -189,8 +189,8 @@ def sequence_order(seed, epoch, n):
     order = rng.permutation(n)
     n_blocks = -(-n // 64)
     parts = -(-n // 2**20)
-    places = rng.permutation(n_blocks)[order // 64]
-    return order[np.argsort(places * parts // n_blocks, kind='stable')]
+    part = (rng.permutation(n_blocks) * parts // n_blocks).astype(np.uint16)
+    return order[np.argsort(part[order // 64], kind='stable')]
 
 
 def sequence_indices(first, count, n, seed):
@@ -871,7 +871,7 @@ if __name__ == '__main__':
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
         # a rank that hangs should not occupy the others for long
         timeout = datetime.timedelta(minutes=10)
-        store, *_ = next(dist.rendezvous('env://'))
+        store, *_ = next(dist.rendezvous('env://', timeout=timeout))
         # torchrun reuses its store after a restart
         store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), store)
         dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS, timeout=timeout)
