@@ -179,8 +179,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
     number of plain words allowed. argv: replaces the script's command line. default_file: used if the
     command names no model and no config file outside of examples/. tunes: with a model, default_file
-    still sets the script's own settings. texts: .py files outside of config/ are words. Raises
-    ValueError for unknown settings and wrong types.
+    still sets the script's own settings. texts: .py files outside of config/ and examples/ are words.
+    Raises ValueError for unknown settings and wrong types.
     """
     launched = settings['__name__'] == '__main__'
     own = declared(Path(settings['__file__']))
@@ -195,7 +195,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         raise SystemExit(0)
 
     plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (
-        not arg.endswith('.py') or texts and Path(arg).parent.name != 'config')]
+        not arg.endswith('.py') or texts and Path(arg).parent.name not in ('config', 'examples'))]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     args = [arg for arg in argv if arg not in plain]

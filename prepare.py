@@ -8,7 +8,6 @@
     $ python prepare.py chats.jsonl                   # conversations
     $ python prepare.py look data/chats               # shows a prepared folder
 """
-import ast
 import collections
 import contextlib
 import csv
@@ -20,7 +19,6 @@ import json
 import os
 import pickle
 import platform
-import random
 import re
 import shutil
 import signal
@@ -32,7 +30,7 @@ from email.utils import formatdate
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from configurator import check_effects, check_values, configure, print0, reading
+from configurator import check_effects, check_values, configure, print0, reading, use_parts
 
 # A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
@@ -263,16 +261,15 @@ def contents(conversation):
     return [without_surrogates(message['content']) for message in conversation.messages]
 
 
-# conversations about Python's library -----------------------------------------------------------------------
+# sources ----------------------------------------------------------------------------------------------------
 
+# documents: a function that yields nonempty documents
+# chats: whether documents are Conversations
+# shards: URLs of token files instead of documents; the first is for validation
+# tokenizer: the default
+Source = collections.namedtuple('Source', 'name label documents chats shards tokenizer',
+                                defaults=[None, False, None, None])
 LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages'}
-NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
-             'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
-ANSWER = 120  # characters
-FUNCTION = 'What does {} do?', 'Explain {}.', 'What is {} for?'
-WORDINGS = {ast.Module: ('What is the module {} for?', 'Explain the module {}.', 'What is {}?'),
-            ast.ClassDef: ('What is {}?', 'Explain {}.', 'What is {} for?'),
-            ast.FunctionDef: FUNCTION, ast.AsyncFunctionDef: FUNCTION}
 
 
 def library_files():
@@ -283,61 +280,6 @@ def library_files():
         files += [f'{folder}/{name}' for name in names if name.endswith('.py')
                   and not name.startswith('_sysconfigdata')]  # specific to this machine
     return sorted(files, key=Path)  # the same order everywhere
-
-
-def library_docs():
-    """(name, wordings, docstring, arguments) of modules, classes and functions."""
-    stdlib = sysconfig.get_path('stdlib')
-    for path in map(Path, library_files()):
-        parts = path.with_suffix('').relative_to(stdlib).parts
-        if not NOT_ASKED.intersection(parts):
-            module = '.'.join(parts).removesuffix('.__init__').replace('posixpath', 'os.path')
-            tree = ast.parse(path.read_bytes())
-            for node in tree, *tree.body:
-                if wordings := WORDINGS.get(type(node)):
-                    name = module if node is tree else f'{module}.{node.name}'
-                    arguments = ast.unparse(node.args) if hasattr(node, 'args') else ''
-                    yield name, wordings, ast.get_docstring(node), arguments
-
-
-def summary_of(doc):
-    """A docstring's first sentence, or None if it is too long."""
-    for paragraph in re.split(r'\n\s*\n', doc or ''):
-        text = ' '.join(paragraph.split())
-        if not re.match(r'[\w.]+\(', text):  # not a signature
-            text = re.split(r'(?<=[.!?])\s+(?=[A-Z])', text)[0].rstrip(':.') + '.'
-            return text if text[0].isalpha() and ' ' in text and len(text) <= ANSWER else None
-    return None
-
-
-def pydoc_chats():
-    """Conversations about one to three names. Each name is in two questions: most answers in
-    validation also occur in training."""
-    talks = []
-    order = random.Random(0)
-    for n, (name, wordings, doc, arguments) in enumerate(library_docs()):
-        summary = summary_of(doc)
-        if summary and not re.search(r'\b_|-', name):
-            first, *others = [wording.format(name) for wording in wordings]
-            talks += [[(first, summary)], [(others[n % 2], summary)]]
-            if 0 < len(arguments) < ANSWER // 2:
-                call = f'{name}({arguments})'
-                talks[-2] += [('What arguments does it take?', call)] * (n % 3 == 0)
-                talks.append([(f'What arguments does {name} take?', call)])
-    order.shuffle(talks)
-    talks = iter(talks)
-    while group := [*itertools.islice(talks, order.randint(1, 3))]:
-        yield Conversation('pydoc_chat', make_messages(*itertools.chain(*group)))
-
-
-# sources ----------------------------------------------------------------------------------------------------
-
-# documents: a function that yields nonempty documents
-# chats: whether documents are Conversations
-# shards: URLs of token files instead of documents; the first is for validation
-# tokenizer: the default
-Source = collections.namedtuple('Source', 'name label documents chats shards tokenizer',
-                                defaults=[None, False, None, None])
 
 
 def fetch(url, folder):
@@ -414,7 +356,6 @@ SOURCES = {source.name: source for source in (
     download('smol_smoltalk',
              f'{HUB}/HuggingFaceTB/smol-smoltalk/resolve/main/data/train-{{:05d}}-of-00004.parquet', 4,
              chats=True),
-    Source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats, chats=True),
 )}
 
 
@@ -819,6 +760,7 @@ if __name__ == '__main__':
     for number in SIGNALS:
         signal.signal(number, stop)
     name, *more = settings.words or [source]
+    use_parts(settings, globals())
     values = settings.config | {'source': name}
     check_values(settings, values, globals())
     check_effects(settings, values, globals())

@@ -1,6 +1,6 @@
 # Instruction tuning of the base model in out/ on questions and answers about Python's own library:
 #   python prepare.py && python train.py
-#   python prepare.py pydoc_chat && python train.py config/chat.py
+#   python prepare.py examples/pydoc_chat.py && python train.py config/chat.py
 #   python sample.py --out_dir=out-chat --chat
 # The architecture is the base model's. Training all weights reaches a loss of 0.69 on the answers. From an
 # earlier base model it reached 0.64, and adapters (--lora_rank=8 --learning_rate=1e-2) reached only 2.87,

@@ -223,7 +223,7 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     for line, message in {
             'latin.txt': 'latin.txt is not UTF-8 text: .*--errors=replace',
             'short.txt': 'train has no token to learn', 'empty.csv': 'train has no token to learn',
-            '*.none': 'no such .*, pydoc_chat',
+            '*.none': 'no such .*, smol_smoltalk',
             'chats.jsonl --field=respone': "record 1: no text in field 'respone' .*'prompt': .*--field",
             'fineweb_edu --tokenizer=byte': 'only tokens of gpt2'}.items():
         for folder in ('d', 'fresh'):
@@ -438,13 +438,15 @@ def test_tool_data_under_our_own_template(prep):
         f'<tool_call>{json.dumps(CALL["function"])}</tool_call><|im_end|>', 'Ho<|im_end|>']
 
 
-def test_pydoc_chat_is_short():
-    chats = list(prepare.pydoc_chats())
-    texts = [message['content'] for _, messages, _ in chats for message in messages]
-    said = dict(zip(texts[::2], texts[1::2]))
+def test_a_config_file_adds_a_source(prep):
+    save_tokenizer(chat_tokenizer())
+    assert not prep(f'{ROOT}/examples/pydoc_chat.py --tokenizer=tok')[1]
+    tok = prepare.load_tokenizer('data/pydoc_chat')
+    text = ''.join(tok.decode(prep_ids('data/pydoc_chat', split)) for split in SPLITS)
+    said = dict(re.findall(r'user\n(.*?)<\|im_end\|>\n<\|im_start\|>assistant\n(.*?)<\|im_end\|>', text))
     assert said['What does os.path.join do?'].startswith('Join two or more pathname components')
     assert said['What arguments does os.path.join take?'] == 'os.path.join(a, *p)'
-    assert 2000 < len(chats) < 9000 and max(map(len, texts)) < 200
+    assert 2000 < len(said) < 9000 and max(map(len, said.values())) < 200
 
 
 def test_look_shows_what_a_folder_has(prep):
