@@ -200,7 +200,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
         return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % chunk)).unflatten(dim, (-1, chunk))
 
     q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, chunk, ...)
-    total = running_sum(decay)  # log of the decay since the start of the chunk
+    total = decay.cumsum(-2)  # log of the decay since the start of the chunk
     hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     carried = total.exp()
     left = (total[..., -1:, :] - total).exp()  # decay to the end of the chunk
@@ -232,22 +232,6 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
         out.append(q[:, :, i] @ state + score[:, :, i] @ new)
         state = state * carried[:, :, i, -1, :, None] + k[:, :, i].mT @ new
     return torch.cat(out, dim=2)[:, :, :T], state
-
-
-def running_sum(x):
-    """Cumulative sum over the rows of x (..., n, channels)."""
-    if has_cumsum(x.device.type):
-        return x.cumsum(-2)
-    step = 1
-    while step < x.shape[-2]:
-        x = x + F.pad(x[..., :-step, :], (0, 0, step, 0))
-        step *= 2
-    return x
-
-
-def has_cumsum(device):
-    """Whether to use cumsum, which is not deterministic on CUDA."""
-    return device != 'cuda' or not torch.are_deterministic_algorithms_enabled()
 
 
 def decayed_scores(q, k, total):

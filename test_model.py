@@ -153,7 +153,7 @@ def test_modules_equal_the_formulas_of_papers(options):
 
 
 def as_on_cuda(monkeypatch):
-    """Makes all caches static, as in compiled steps, and computes attention and sums as on CUDA."""
+    """Makes all caches static, as in compiled steps, and computes attention as on CUDA."""
     plan = flat.sdpa_plan
     make_cache = GPT.make_cache
     kernel = F.scaled_dot_product_attention
@@ -164,7 +164,6 @@ def as_on_cuda(monkeypatch):
         return kernel(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', memory_efficient)
     monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *args: plan('cuda', *args))
-    monkeypatch.setattr(mixers, 'has_cumsum', lambda device: False)
     monkeypatch.setattr(GPT, 'make_cache', lambda *args, **options: make_cache(
         *args, **{**options, 'static': True}))
 
