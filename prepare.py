@@ -26,7 +26,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from email.utils import formatdate
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -296,24 +295,18 @@ def fetch(url, folder):
             begin = max(f.seek(0, 2) - 1, 0)  # an empty range fails
             try:
                 with requests.get(url, stream=True, timeout=60, headers={
-                        'Accept-Encoding': 'identity', 'Range': f'bytes={begin}-', 'If-Unmodified-Since':
-                        formatdate(os.path.getmtime(f.name), usegmt=True) if begin else None}) as response:
-                    if response.status_code not in (412, 416):
-                        response.raise_for_status()
-                        f.truncate(begin if response.status_code == 206 else 0)
-                        response.raw.enforce_content_length = True  # for urllib3 1
-                        f.writelines(response.iter_content(1 << 16))
-                        end = f'/{f.seek(0, 2)}'
-                        if response.headers.get('Content-Range', end).endswith((end, '/*')):
-                            break
-                    f.truncate(0)
-                    raise requests.ConnectionError('the file has changed')
+                        'Accept-Encoding': 'identity', 'Range': f'bytes={begin}-'}) as response:
+                    response.raise_for_status()
+                    f.truncate(begin if response.status_code == 206 else 0)
+                    f.writelines(response.iter_content(1 << 16))
+                break
             except requests.RequestException as e:
                 wait = 3 if f.seek(0, 2) > begin + 1 else wait * 2
+                cause = str(e)[-150:]
                 if wait > 48 or 429 != getattr(e.response, 'status_code', 500) < 500:
-                    raise OSError(f'cannot download {url} ({e!r:.100}): go online, put the file into '
-                                  f'{folder}, or use your own text: python prepare.py my.txt') from e
-                print(f'{path}: trying again in {wait:g} s ({e!r:.100})')
+                    raise OSError(f'cannot download {url} ({cause}): go online, put the file into {folder}, '
+                                  'or use your own text: python prepare.py my.txt') from e
+                print(f'{path}: trying again in {wait:g} s ({cause})\n', end='')
                 time.sleep(wait)
     os.replace(f.name, path)
     return path

@@ -214,7 +214,7 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
         return token.where(~highest.isnan(), -1)
     logits, n_vocab = logits.float() / temperature, logits.shape[-1]
     if top_k or top_p < 1:
-        highest, ids = logits.topk(min(top_k or n_vocab, n_vocab), dim=-1)
+        highest, ids = logits.topk(min(top_k or n_vocab, n_vocab), dim=-1, sorted=top_p < 1)
         probs = highest.softmax(dim=-1)
         if top_p < 1:  # keep tokens until top_p is reached
             probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
@@ -243,7 +243,7 @@ def step(model, tokens, cache, u, seen, sampling):
 def compile_step(model, cache):
     """Compiles `step` for a static cache: as a CUDA graph, or on a CPU with constant weights.
     Compiles again if weights change, but not after writes to `.data`."""
-    for tensor in cache.tensors():  # CUDA graphs need fixed addresses
+    for tensor in cache.tensors() if cache.length.is_cuda else ():  # CUDA graphs need fixed addresses
         torch._dynamo.mark_static_address(tensor, guard=False)
     weights = *model.parameters(), *model.buffers()
     return compiled(model, tuple((w.data_ptr(), w._version) for w in weights))
@@ -321,6 +321,9 @@ def rows_to_fill(samples, waiting, size):
     return rows
 
 
+AHEAD = {'cuda'}  # devices that start a step before the last one is read
+
+
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False,  # noqa: C901
              cache=None, batch_size=None, drafter=None, **sampling):
@@ -344,41 +347,61 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     run_step = compile_step(model, cache) if compile else step
     # sorting by length avoids padding
     order = sorted(range(len(prompts)), key=lambda i: (i // (16 * n_rows), len(prompts[i])))
-    waiting = (Sample(i, [*prompts[i]], max_new_tokens, max(0, len(prompts[i]) - size),
-                      uniforms(seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft)) for i in order)
+    waiting = (Sample(i, [*prompts[i]], max_new_tokens, max(0, len(prompts[i]) - size), uniforms(
+        seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft).to(sampling_device)) for i in order)
     samples = [Sample(-1, [], 0, 0, None)] * n_rows  # all have ended
     seen = torch.zeros(n_rows, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
-    while True:
-        # 1. Feed new contexts except the last token.
-        if rows := rows_to_fill(samples, waiting, size):
-            if is_new and len(rows) == len(samples):
-                cache.reset()
-            prefill(model, [samples[row].tokens[samples[row].start:-1] for row in rows], cache, rows)
-            for row in rows:
-                seen[row] = False
-                seen[row, :, samples[row].tokens] = True
-        # 2. Drop ended rows. A compiled step lets them overwrite their last slot.
-        active = [row for row, sample in enumerate(samples) if sample.n_left]
-        if not active:
-            return
-        if compile:
-            cache.length.clamp_(max=size - 1)
-        elif len(active) < len(samples):
-            cache.select(active)
-            samples = [samples[row] for row in active]
-            seen = seen[active]
-        # 3. Feed last tokens and drafts; draw the next tokens.
-        draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
-        fed = torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device)
-        noise = torch.stack([sample.noise[max_new_tokens - sample.n_left:][:fed.shape[1]]
+    # a state cannot forget the token after the last one
+    runs_ahead = device.type in AHEAD and not drafter and (is_new or not any(cache.states))
+
+    def draw(fed, n_unread=0):
+        noise = torch.stack([sample.noise[max_new_tokens - sample.n_left + n_unread:][:fed.shape[1]]
                              for sample in samples])
         seen.scatter_(2, fed[:, None, :1].to(sampling_device), True)
-        drawn = run_step(model, fed, cache, noise.to(sampling_device), seen, sampling).tolist()
+        return run_step(model, fed, cache, noise, seen, sampling)
+
+    ahead = None  # drawn tokens (B, 1) that follow unread ones
+    while True:
+        drawn = ahead
+        draft = []
+        if ahead is None:
+            # 1. Feed new contexts except the last token.
+            if rows := rows_to_fill(samples, waiting, size):
+                if is_new and len(rows) == len(samples):
+                    cache.reset()
+                prefill(model, [samples[row].tokens[samples[row].start:-1] for row in rows], cache, rows)
+                for row in rows:
+                    seen[row] = False
+                    seen[row, :, samples[row].tokens] = True
+            # 2. Drop ended rows. A compiled step lets them overwrite their last slot.
+            active = [row for row, sample in enumerate(samples) if sample.n_left]
+            if not active:
+                return
+            if compile:
+                cache.length.clamp_(max=size - 1)
+            elif len(active) < len(samples):
+                cache.select(active)
+                samples = [samples[row] for row in active]
+                seen = seen[active]
+            # 3. Feed last tokens and drafts; draw the next tokens.
+            if drafter:
+                draft = drafter.propose(samples[0].tokens[samples[0].start:], size)
+            drawn = draw(torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device))
+        # 4. Read them, while a GPU draws the tokens after them, unless a sample or a context ends.
+        read = drawn.to('cpu', non_blocking=True)
+        copied = torch.get_device_module(sampling_device).Event()
+        copied.record()
+        ahead = None
+        if runs_ahead and all(sample.n_left > 1 and len(sample.tokens) - sample.start < size
+                              for sample in samples):
+            ahead = draw(drawn.clamp(min=0), n_unread=1)
+        copied.synchronize()
+        drawn = read.tolist()
         if draft:
             n_accepted = len(os.path.commonprefix([drawn[0], draft]))
             drawn[0] = drawn[0][:n_accepted + 1]
             cache.rewind(n_draft - n_accepted)
-        # 4. Append the tokens drawn.
+        # 5. Append the tokens drawn.
         for sample, tokens in zip(samples, drawn):
             for token in tokens:
                 if sample.n_left == 0:

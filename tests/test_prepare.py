@@ -545,15 +545,11 @@ def server(monkeypatch):
             counts.append(len(active))
             threading.Event().wait('slow' in self.path or 0.02)
             active.remove(self)
-            dated = ' GMT' in self.headers.get('If-Unmodified-Since', '')
-            assert dated == (self.headers['Range'] != 'bytes=0-')
             codes = re.findall(r'\d{3}', self.path)
             code = int(codes[:len(counts)][-1])
             begin = int(self.headers['Range'][6:-1]) if code == 206 else 0
             body = BODY[begin:]
-            self.send_response(code if body else 416)
-            if begin:
-                self.send_header('Content-Range', f'bytes {begin}-{len(BODY) - 1}/{len(BODY)}')
+            self.send_response(code)
             self.send_header('Content-Length', str(len(body)))
             self.end_headers()
             self.wfile.write(body[:100_000 if len(counts) < len(codes) else None])
@@ -566,8 +562,7 @@ def server(monkeypatch):
 
 
 @pytest.mark.parametrize('name, part, expected', [
-    ('206', BODY, []), ('206', BODY + b'x', [3]),
-    ('412-206', b'old', [3]), ('206-206-206-206', b'', [3] * 3), ('200-200', BODY[:9], [3]),
+    ('206', BODY, []), ('206-206-206-206', b'', [3] * 3), ('200-200', BODY[:9], [3]),
     ('503-429-206-206', BODY[:9], [3, 6, 3]), ('503', b'half', [3, 6, 12, 24, 48]), ('404', b'half', [])])
 def test_fetch_continues_a_file(name, part, expected, server, tmp_path):
     address, _, waits = server

@@ -88,9 +88,15 @@ def test_generate_equals_uncached_generation_for_ragged_batches(variant, monkeyp
     assert made(model, PROMPTS[:1], 40, **options) == expected[:1]
     monkeypatch.setattr(flat_sample, 'PREFILL', 12)  # long prompts are fed a few tokens at a time
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
+    monkeypatch.setattr(flat_sample, 'AHEAD', {'cpu'})
+    fed = count_fed(model)
+    assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
+    assert made(model, [[1, 2]], 9, stop_tokens=range(99)) == [[]] and fed[-2:] == [1, 1]  # one step ahead
 
 
-def test_rows_end_without_disturbing_others():
+@pytest.mark.parametrize('devices', [set(), {'cpu'}])
+def test_rows_end_without_disturbing_others(devices, monkeypatch):
+    monkeypatch.setattr(flat_sample, 'AHEAD', devices)
     model, options = tiny(), dict(seed=2, repetition_penalty=1.2)
     free = made(model, PROMPTS, 30, **options)
     stop = free[1][7]
@@ -132,7 +138,7 @@ def test_speculation_changes_no_token(variant, options):
 # compiled ---------------------------------------------------------------------------------------------------
 
 def test_a_step_is_fit_for_cuda_graphs(monkeypatch):
-    """Each tensor that it changes must be marked as static."""
+    """It changes only tensors of the cache, whose addresses are fixed."""
     model, options, changes = tiny(**DELTA, document_token=3), dict(seed=3, repetition_penalty=1.3), []
     eager = made(model, PROMPTS, 30, batch_size=2, **options)
 
@@ -141,7 +147,7 @@ def test_a_step_is_fit_for_cuda_graphs(monkeypatch):
         versions = [tensor._version for tensor in given]
         drawn = flat_sample.step(model, token, cache, u, seen, sampling)
         changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
-        assert all(tensor._dynamo_static_input_type == 'unguarded' for tensor in changed)
+        assert not any(tensor is seen for tensor in changed)
         changes.append(len(changed))
         return drawn
     monkeypatch.setattr(torch, 'compile', lambda step, **settings: replay)
@@ -163,6 +169,8 @@ def test_compiled_generation_equals_eager(options, more, int8, monkeypatch):
         compile = torch.compile
         monkeypatch.setattr(torch, 'compile', lambda f, **_: compile(f, backend='aot_eager', dynamic=False))
     assert made(model, PROMPTS, 30, compile=True, **more) == eager
+    monkeypatch.setattr(flat_sample, 'AHEAD', {'cpu'})
+    assert made(model, PROMPTS, 30, compile=True, **more) == eager  # with another cache
     assert not int8 or made(dequantized(model), PROMPTS, 30, **more) == eager
 
 
@@ -262,10 +270,12 @@ def from_nothing(chat, question, n=8):
 QUESTIONS = ['Hi, who are you?', 'And <them>?\n', 'é🙂']
 
 
+@pytest.mark.parametrize('devices', [set(), {'cpu'}])
 @pytest.mark.parametrize('template, variant', [
     ('chatml', {}), ('chatml', dict(window=9, window_pattern='SL')), ('chatml', MLA), ('chatml', DELTA),
     ('chatml', dict(document_token=256, n_kv_head=2)), ('qwen3', {}), ('qwen3', DELTA), ('llama3', {})])
-def test_a_conversation_with_its_cache_is_each_turn_from_nothing(template, variant, capsys):
+def test_a_conversation_is_each_turn_from_nothing(template, variant, devices, monkeypatch, capsys):
+    monkeypatch.setattr(flat_sample, 'AHEAD', devices)
     model = chat_model(**variant)
     chats, fed, cached = [new_chat(model, template)], count_fed(model), []
     if variant is not DELTA:
