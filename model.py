@@ -588,13 +588,9 @@ class GPT(nn.Module):
     def head(self, x):
         """Output of the last block (B, T, C) -> logits (B, T, vocab_size) float32"""
         x = self.ln_f(x)
-        head = self.lm_head or self.wte
         scale = self.config.logit_scale
         cap = self.config.logit_softcap
-        if self.training and x.is_cuda and len(head.weight) % 64:
-            logits = aligned_linear(x, head.weight, getattr(head, 'bias', None))
-        else:
-            logits = (self.lm_head or self.wte.as_head)(x)
+        logits = (self.lm_head or self.wte.as_head)(x)
         logits = logits.float() if scale == 1 else logits.float() * scale
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -889,7 +885,7 @@ def last_tokens(x, keep, lengths):
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or see part
-    is_causal: bool               # queries and keys are of the same tokens; later keys are hidden
+    is_causal: bool               # queries are of the last T keys' tokens; later keys are hidden
     window: int | None = None     # largest number of other keys that a query sees; None: all
     n_global: int = 0             # number of first keys that all later queries see in any case
     flex: tuple | None = None     # what flex_mask returns
@@ -902,7 +898,8 @@ class Mask:
         if own is not None:
             bias = bias + own
         elif self.is_causal:  # kernels with a bias do not hide later keys
-            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
+            T, S = bias.shape[-2:]
+            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1 + S - T), -math.inf)
         return Mask(bias, self.is_causal, self.window, self.n_global)
 
 
@@ -928,7 +925,7 @@ def make_mask(model, context, window, has_alibi, reach):
     span = config.window if reach == 'G' else window
     starts = context.document_starts
     if not has_alibi and starts is None and needs_no_mask(context, is_causal, span, reach):
-        return Mask(None, is_causal)
+        return Mask(None, is_causal or positions.shape[1] > 1)
 
     k_pos = positions if cache is None else cache.key_positions(window, positions)
     begin = torch.zeros_like(positions) if starts is None else starts
@@ -965,9 +962,10 @@ def needs_no_mask(context, is_causal, span, reach):
     cache = context.cache
     T = context.positions.shape[1]
     sees_all = span is None or (0 if cache is None else cache.longest) + T <= span
-    if T == 1 and cache and cache.same_length and context.lengths is None:
+    is_aligned = cache and cache.same_length and context.lengths is None  # the last key is the last query's
+    if T == 1 and is_aligned:
         return sees_all or cache.rolling and reach == 'S'
-    return is_causal and sees_all and not context.eager
+    return sees_all and not context.eager and (is_causal or is_aligned and context.idx.is_cuda)
 
 
 # kernels ----------------------------------------------------------------------------------------------------
@@ -996,6 +994,9 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
     elif group > 1 and sharing == 'repeat':
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
+    if is_causal and T < S:
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler
+        bias, is_causal = causal_lower_right(T, S), False
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
         y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
                                            enable_gqa=q.shape[1] > k.shape[1])
@@ -1060,7 +1061,7 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
     block = T if few or weights is not None else BLOCK
     for start in range(0, T, block):
         end = min(start + block, T)
-        seen = [slice(0, end if mask.is_causal else S)]
+        seen = [slice(0, S - T + end if mask.is_causal else S)]
         if mask.is_causal and mask.window and (first := max(0, start + 1 - mask.window)) > mask.n_global:
             seen = [slice(0, mask.n_global)] * bool(mask.n_global) + [slice(first, end)]
         keys = pick(k, seen, 2)
@@ -1085,12 +1086,6 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
         y = (weight[..., None] * values[:, :, None]).sum(dim=-2) if few else weight @ values
         out.append(y.view(B, H, end - start, -1))
     return torch.cat(out, dim=2)
-
-
-def aligned_linear(x, w, bias):
-    """x @ w^T + bias, with w padded to a multiple of 64 rows, which is faster on GPUs."""
-    y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
-    return y if bias is None else y + bias
 
 
 MOST_LOGITS = 2**31 - 1  # per call: CUDA's kernel counts logits in 32 bits (pytorch issue 85786)

@@ -74,8 +74,6 @@ VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
 cleanup = contextlib.ExitStack()
-MAIN = os.getpid()
-SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 # files as documents -----------------------------------------------------------------------------------------
@@ -739,19 +737,8 @@ def look(folder):
     print()
 
 
-def stop(number, _):
-    """Removes temporary files, ends the program."""
-    for other in SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
-    if os.getpid() == MAIN:  # not a worker that has just started
-        cleanup.close()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
-
-
 if __name__ == '__main__':
-    for number in SIGNALS:
-        signal.signal(number, stop)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary files
     name, *more = settings.words or [source]
     use_parts(settings, globals())
     values = settings.config | {'source': name}

@@ -215,7 +215,7 @@ def test_groups_and_initial_values(options):
 
 class OwnAlibi(flat.Attention):
     def attend(self, q, k, v, context):
-        age = (context.positions[:, :, None] - context.positions[:, None])[:, None]
+        age = (context.positions[:, :, None] - torch.arange(k.shape[2]))[:, None]
         return super().attend(q, k, v, context, -flat.alibi_slopes(4)[:, None, None] * age)
 
 
@@ -244,6 +244,23 @@ def test_flex_attention_equals_eager_attention(options, monkeypatch):
 
 def feed(model, idx, chunks, cache):
     return torch.cat([model(part, cache=cache) for part in idx[:, :sum(chunks)].split(chunks, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize('options', [
+    {}, MLA, dict(pos='none', mixer_pattern='X'), dict(window=9, window_pattern='LSC', n_layer=3, n_kv_head=2)])
+@torch.no_grad()
+def test_chunks_on_cuda_need_no_mask(options, monkeypatch):
+    import torch.nn.attention.bias as biases
+    calls = []
+    lower_right = biases.causal_lower_right
+    monkeypatch.setattr(biases, 'causal_lower_right', lambda *args: calls.append(args) or lower_right(*args))
+    monkeypatch.setitem(flat.MIXERS, 'X', OwnAlibi)
+    model = tiny(**options)
+    idx = tokens(model, 2, 24)
+    expected = model(idx)
+    monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
+    near(feed(model, idx, [3, 5, 1, 15], model.make_cache(2, 24)), expected)
+    assert len(calls) == (0 if 'mixer_pattern' in options else 4)  # 'X' adds a bias
 
 
 @torch.no_grad()
@@ -544,13 +561,6 @@ def test_logits_stay_within_the_graph_of_the_loss():
     loss, _ = torch.compile(model, backend=backend, dynamic=False)(idx, idx)
     torch.testing.assert_close(made[-1][0], loss)
     assert all(x.shape[-1:] != (61,) for outputs in made for x in outputs)
-
-
-def test_the_padded_product_of_a_vocabulary_is_the_product():
-    inputs = [torch.randn(*shape, requires_grad=True) for shape in ((2, 5, 32), (61, 32), (61,))]
-    padded, plain = (product(*inputs) for product in (flat.aligned_linear, F.linear))
-    torch.testing.assert_close(padded, plain)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), inputs) for y in (padded, plain)))
 
 
 def test_gpt2_has_its_number_of_parameters():

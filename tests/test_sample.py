@@ -137,23 +137,6 @@ def test_speculation_changes_no_token(variant, options):
 
 # compiled ---------------------------------------------------------------------------------------------------
 
-def test_a_step_is_fit_for_cuda_graphs(monkeypatch):
-    """It changes only tensors of the cache, whose addresses are fixed."""
-    model, options, changes = tiny(**DELTA, document_token=3), dict(seed=3, repetition_penalty=1.3), []
-    eager = made(model, PROMPTS, 30, batch_size=2, **options)
-
-    def replay(model, token, cache, u, seen, sampling):
-        given = [*cache.tensors(), seen]
-        versions = [tensor._version for tensor in given]
-        drawn = flat_sample.step(model, token, cache, u, seen, sampling)
-        changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
-        assert not any(tensor is seen for tensor in changed)
-        changes.append(len(changed))
-        return drawn
-    monkeypatch.setattr(torch, 'compile', lambda step, **settings: replay)
-    assert made(model, PROMPTS, 30, batch_size=2, compile=True, **options) == eager and min(changes) > 4
-
-
 @pytest.mark.parametrize('options, more, int8', [
     (dict(n_kv_head=2), dict(repetition_penalty=1.1, batch_size=2), True),
     (dict(mixer_pattern='D'), dict(batch_size=2), False),
