@@ -374,7 +374,7 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name()
         fastest = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-        precision = 'high'  # TF32 holds 16-bit inputs exactly
+        precision = 'high'  # TF32: exact for 16-bit inputs; rounds others to 10 bits
     elif kind == 'cpu':
         keep_freed_memory()
         # bfloat16 halves the bytes of weights

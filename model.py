@@ -563,7 +563,7 @@ class GPT(nn.Module):
         config = self.config
         x = self.wte(context.idx)
         if config.embed_scale != 1:
-            x = x * x.new_full((), config.embed_scale)  # rounds the factor as Gemma does
+            x = x * x.new_full((), config.embed_scale)  # rounds the factor to x's dtype, as Gemma does
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:

@@ -290,7 +290,7 @@ def fetch(url, folder):
     wait = 1.5
     with open(f'{path}.part', 'ab') as f:
         while True:
-            begin = max(f.seek(0, 2) - 1, 0)  # an empty range fails
+            begin = max(f.seek(0, 2) - 1, 0)  # servers reject an empty range
             try:
                 with requests.get(url, stream=True, timeout=60, headers={
                         'Accept-Encoding': 'identity', 'Range': f'bytes={begin}-'}) as response:

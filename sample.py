@@ -363,7 +363,6 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     ahead = None  # drawn tokens (B, 1) that follow unread ones
     while True:
         drawn = ahead
-        draft = []
         if ahead is None:
             # 1. Feed new contexts except the last token.
             if rows := rows_to_fill(samples, waiting, size):
@@ -384,10 +383,9 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 samples = [samples[row] for row in active]
                 seen = seen[active]
             # 3. Feed last tokens and drafts; draw the next tokens.
-            if drafter:
-                draft = drafter.propose(samples[0].tokens[samples[0].start:], size)
+            draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
             drawn = draw(torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device))
-        # 4. Read them, while a GPU draws the tokens after them, unless a sample or a context ends.
+        # 4. Read them. Unless a sample or its context ends, a GPU already draws the next tokens.
         read = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).Event()
         copied.record()

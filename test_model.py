@@ -247,7 +247,7 @@ def feed(model, idx, chunks, cache):
 
 
 @pytest.mark.parametrize('options', [
-    {}, MLA, dict(pos='none', mixer_pattern='X'), dict(window=9, window_pattern='LSC', n_layer=3, n_kv_head=2)])
+    {}, MLA, dict(pos='none', mixer_pattern='X'), dict(window=9, window_pattern='LSC', n_layer=3)])
 @torch.no_grad()
 def test_chunks_on_cuda_need_no_mask(options, monkeypatch):
     import torch.nn.attention.bias as biases

@@ -54,7 +54,7 @@ def in_processes(procs, work, items):
         return
     pipes = [start_worker(work) for _ in range(procs)]
     busy = collections.deque()
-    # Pool's threads need a third more time
+    # multiprocessing.Pool takes a third longer
     for pipe, group in zip(itertools.cycle(pipes), iter(lambda: [*itertools.islice(items, 64)], [])):
         results = receive(busy.popleft()) if len(busy) == procs else []
         with contextlib.suppress(BrokenPipeError):

@@ -115,7 +115,8 @@ seed = 1337                          # seed of weights, batches, dropout
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tunes=True)
 config = settings.config
 given = settings.given
-os.environ.setdefault('PYTORCH_ALLOC_CONF', 'expandable_segments:True')  # CUDA: less unusable memory
+os.environ.setdefault('PYTORCH_ALLOC_CONF', os.environ.get(
+    'PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True'))  # less unusable memory on CUDA
 
 import numpy as np
 import torch
@@ -183,8 +184,8 @@ def all_reduce(x, **op):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """A permutation of n sequences. Above 2**20, it shuffles blocks of 64 adjacent sequences, and
-    then within equal parts, so that a disk reads whole blocks."""
+    """A permutation of n sequences. Above 2**20, it shuffles blocks of 64 adjacent sequences, divides
+    them into equal parts, and shuffles each part, so that a disk reads whole blocks."""
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(n)
     n_blocks = -(-n // 64)
@@ -999,7 +1000,7 @@ if __name__ == '__main__':
             batch = next(batches, None)  # while the device computes
             it = run.iter_num
             if it == first_it + 1:
-                gc.freeze()  # collecting all objects would pause all ranks
+                gc.freeze()  # later collections skip these many objects; they would pause all ranks
             if it < max_iters:
                 reason = why_stop(signals, time_limit)
             # iterations 1 and 4 show the speed early
@@ -1051,10 +1052,9 @@ if __name__ == '__main__':
         status = 'stopped' if reason > TIME_IS_OVER else 'time_limit' if reason else 'done'
         note(out_dir, status=status, peak_mb=memory)
         if not reason:
-            files = list(filter(is_example, sys.argv[1:]))
             print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
                    f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-                   f"python {shlex.join(['sample.py', *files, f'--out_dir={out_dir}'])}")
+                   f"python sample.py {shlex.join([*filter(is_example, sys.argv[1:]), f'--out_dir={out_dir}'])}")
     if lock:
         lock.close()
     if dist.is_initialized():
