@@ -1054,7 +1054,8 @@ if __name__ == '__main__':
         if not reason:
             print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
                    f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-                   f"python sample.py {shlex.join([*filter(is_example, sys.argv[1:]), f'--out_dir={out_dir}'])}")
+                   'python sample.py '
+                   f"{shlex.join([*filter(is_example, sys.argv[1:]), f'--out_dir={out_dir}'])}")
     if lock:
         lock.close()
     if dist.is_initialized():
