@@ -321,7 +321,7 @@ def rows_to_fill(samples, waiting, size):
     return rows
 
 
-AHEAD = {'cuda'}  # devices that start a step before the last one is read
+AHEAD = {'cuda'}  # devices that start a step before the drawn tokens are read
 
 
 @torch.no_grad()
@@ -351,7 +351,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft).to(sampling_device)) for i in order)
     samples = [Sample(-1, [], 0, 0, None)] * n_rows  # all have ended
     seen = torch.zeros(n_rows, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
-    # a state cannot forget the token after the last one
+    # states cannot remove the token that the extra step feeds
     runs_ahead = device.type in AHEAD and not drafter and (is_new or not any(cache.states))
 
     def draw(fed, n_unread=0):
@@ -360,7 +360,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         seen.scatter_(2, fed[:, None, :1].to(sampling_device), True)
         return run_step(model, fed, cache, noise, seen, sampling)
 
-    ahead = None  # drawn tokens (B, 1) that follow unread ones
+    ahead = None  # tokens (B, 1) drawn after unread tokens
     while True:
         drawn = ahead
         if ahead is None:
