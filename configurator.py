@@ -194,8 +194,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
 
-    plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (
-        not arg.endswith('.py') or texts and Path(arg).parent.name not in ('config', 'examples'))]
+    plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (not arg.endswith('.py') or (
+        texts and Path(arg).resolve().parent not in (ROOT / 'config', ROOT / 'examples')))]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     args = [arg for arg in argv if arg not in plain]

@@ -885,7 +885,7 @@ def last_tokens(x, keep, lengths):
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or see part
-    is_causal: bool               # queries are of the last T keys' tokens; later keys are hidden
+    is_causal: bool               # the queries belong to the last T keys; later keys are hidden
     window: int | None = None     # largest number of other keys that a query sees; None: all
     n_global: int = 0             # number of first keys that all later queries see in any case
     flex: tuple | None = None     # what flex_mask returns
@@ -965,7 +965,7 @@ def needs_no_mask(context, is_causal, span, reach):
     is_aligned = cache and cache.same_length and context.lengths is None  # the last key is the last query's
     if T == 1 and is_aligned:
         return sees_all or cache.rolling and reach == 'S'
-    return sees_all and not context.eager and (is_causal or is_aligned and context.idx.is_cuda)
+    return sees_all and not context.eager and (is_causal or is_aligned and context.idx.is_cuda and T > BLOCK)
 
 
 # kernels ----------------------------------------------------------------------------------------------------

@@ -280,7 +280,8 @@ def library_files():
 
 
 def fetch(url, folder):
-    """Downloads a missing file or its rest. Returns its path. Raises OSError."""
+    """Downloads a missing file, or its rest if x.part has its beginning. Returns its path. Raises
+    OSError."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
@@ -312,10 +313,8 @@ def fetch(url, folder):
 
 def fetch_all(urls, folder):
     """Downloads two files at a time. Returns their paths in order."""
-    get = functools.partial(fetch, folder=folder)
     with ThreadPool(2) as pool:  # daemon threads
-        set(pool.imap_unordered(get, urls))
-    return [*map(get, urls)]
+        return [*pool.imap(functools.partial(fetch, folder=folder), urls)]
 
 
 HUB = 'https://huggingface.co/datasets'
@@ -541,14 +540,13 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         encoded = in_processes(procs, work, pieces_of_texts(texts, tok.can_cut))
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with cleanup:
-        temp = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder.parent)))
+    with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder.parent) as temp:
         write_bins(temp, encoded, counts)
         meta = write_meta(temp, tok, label, eot, {**counts, 'block_size': block_size})
         folder.mkdir(exist_ok=True)
         for name in 'train.mask.bin', 'val.mask.bin', 'tokenizer.tiktoken':
             (folder / name).unlink(missing_ok=True)
-        for path in temp.iterdir():  # running jobs keep the old files
+        for path in Path(temp).iterdir():  # running jobs keep the old files
             path.replace(folder / path.name)
     return meta
 
@@ -741,6 +739,8 @@ if __name__ == '__main__':
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary files
     name, *more = settings.words or [source]
     use_parts(settings, globals())
+    import prepare  # config files import this copy
+    vars(prepare).update(settings.config)
     values = settings.config | {'source': name}
     check_values(settings, values, globals())
     check_effects(settings, values, globals())

@@ -331,10 +331,11 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
     prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when
     the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
-    half. cache: one row with the first tokens of a single prompt. batch_size: rows of the cache; when a
-    sample ends, the next prompt gets the row (Orca, OSDI 2022). drafter: for speculative decoding
-    (arXiv:2211.17192) of one sample at a time. sampling: options of sample_token. The model must be in
-    eval mode. Raises ValueError for NaN, and for a draft if a layer has a state."""
+    half. cache: one row with the first tokens of a single prompt; on a GPU, it may get a token too
+    many. batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI
+    2022). drafter: for speculative decoding (arXiv:2211.17192) of one sample at a time. sampling: options
+    of sample_token. The model must be in eval mode. Raises ValueError for NaN, and for a draft if a layer
+    has a state."""
     device = model.wte.weight.device
     sampling_device = 'cpu' if device.type == 'mps' else device  # MPS has returned ids out of range
     n_draft = drafter.n_draft if drafter else 0
@@ -351,8 +352,6 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft).to(sampling_device)) for i in order)
     samples = [Sample(-1, [], 0, 0, None)] * n_rows  # all have ended
     seen = torch.zeros(n_rows, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
-    # states cannot remove the token that the extra step feeds
-    runs_ahead = device.type in AHEAD and not drafter and (is_new or not any(cache.states))
 
     def draw(fed, n_unread=0):
         noise = torch.stack([sample.noise[max_new_tokens - sample.n_left + n_unread:][:fed.shape[1]]
@@ -385,15 +384,15 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             # 3. Feed last tokens and drafts; draw the next tokens.
             draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
             drawn = draw(torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device))
-        # 4. Read them. Unless a sample or its context ends, a GPU already draws the next tokens.
+        # 4. Read them, while a GPU draws the next tokens. States of a given cache cannot forget those.
         read = drawn.to('cpu', non_blocking=True)
-        copied = torch.get_device_module(sampling_device).Event()
-        copied.record()
+        copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None
-        if runs_ahead and all(sample.n_left > 1 and len(sample.tokens) - sample.start < size
-                              for sample in samples):
-            ahead = draw(drawn.clamp(min=0), n_unread=1)
-        copied.synchronize()
+        if (device.type in AHEAD and not drafter and (is_new or not any(cache.states)) and all(
+                sample.n_left > 1 and len(sample.tokens) - sample.start < size for sample in samples)):
+            ahead = draw(drawn.clamp(min=0), 1).clone()  # a CUDA graph reuses its output
+        if copied:  # not on CPUs
+            copied.synchronize()
         drawn = read.tolist()
         if draft:
             n_accepted = len(os.path.commonprefix([drawn[0], draft]))

@@ -259,6 +259,7 @@ def test_chunks_on_cuda_need_no_mask(options, monkeypatch):
     idx = tokens(model, 2, 24)
     expected = model(idx)
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
+    monkeypatch.setattr(flat, 'BLOCK', 4)
     near(feed(model, idx, [3, 5, 1, 15], model.make_cache(2, 24)), expected)
     assert len(calls) == (0 if 'mixer_pattern' in options else 4)  # 'X' adds a bias
 

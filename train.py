@@ -1000,7 +1000,7 @@ if __name__ == '__main__':
             batch = next(batches, None)  # while the device computes
             it = run.iter_num
             if it == first_it + 1:
-                gc.freeze()  # later collections skip these many objects; they would pause all ranks
+                gc.freeze()  # later collections skip today's objects; checking them would pause all ranks
             if it < max_iters:
                 reason = why_stop(signals, time_limit)
             # iterations 1 and 4 show the speed early
