@@ -45,7 +45,7 @@ tokenizer: str | None = None
 # how to encode special tokens that occur inside records
 special_tokens = 'text'    # [in ('text', 'tokens')]
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
-overwrite = False          # replace data that out has from another source
+overwrite = False          # replace another source's data in out
 # share of text for validation, at most 10M characters or 10,000 conversations
 val_fraction = 0.1         # [> 0] [<= 0.5]
 block_size = 256           # tokens per slot of conversations; must equal train.py's [>= 2]
@@ -280,8 +280,7 @@ def library_files():
 
 
 def fetch(url, folder):
-    """Downloads a missing file, or its rest if x.part has its beginning. Returns its path. Raises
-    OSError."""
+    """Downloads a missing file, or the rest of its .part file. Returns its path. Raises OSError."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
@@ -477,7 +476,7 @@ def encode_conversation(tok, conversation):
         if message['role'] == 'assistant':
             prompt = tok.render(messages[:n], True, tools)
             shared = os.path.commonprefix([prompt, text])
-            # the template may open the thoughts of an answer differently
+            # prompt and text may open an answer's thoughts differently
             agrees = shared == prompt or shared.startswith(tok.render(messages[:n], False, tools))
             begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
             later = stops[stops >= max(begin, end)]

@@ -256,7 +256,7 @@ def compiled(model, versions):
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 64
     device = model.wte.weight.device
-    # only Hopper and Blackwell have a single matmul for all experts, as CUDA graphs need
+    # only Hopper and Blackwell have a single matmul for all experts, which CUDA graphs need
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     whole = all(native and module.has_kernel(model.compute_dtype(), device.type)
                 for module in model.modules() if hasattr(module, 'has_kernel'))
@@ -331,10 +331,10 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
     prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when
     the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
-    half. cache: one row with the first tokens of a single prompt; on a GPU, it may get a token too
-    many. batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI
+    half. cache: one row with the first tokens of a single prompt; a GPU may append an
+    extra token. batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI
     2022). drafter: for speculative decoding (arXiv:2211.17192) of one sample at a time. sampling: options
-    of sample_token. The model must be in eval mode. Raises ValueError for NaN, and for a draft if a layer
+    of sample_token. The model must be in eval mode. Raises ValueError for NaN, and for a drafter if a layer
     has a state."""
     device = model.wte.weight.device
     sampling_device = 'cpu' if device.type == 'mps' else device  # MPS has returned ids out of range
@@ -371,7 +371,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 for row in rows:
                     seen[row] = False
                     seen[row, :, samples[row].tokens] = True
-            # 2. Drop ended rows. A compiled step lets them overwrite their last slot.
+            # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:
                 return
@@ -384,7 +384,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             # 3. Feed last tokens and drafts; draw the next tokens.
             draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
             drawn = draw(torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device))
-        # 4. Read them, while a GPU draws the next tokens. States of a given cache cannot forget those.
+        # 4. Read them while a GPU draws the next tokens, unless a given cache has states, which cannot
+        # rewind.
         read = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None

@@ -811,7 +811,7 @@ def stop_on_signals():
 
 
 def why_stop(signals, time_limit):
-    """The exit status if any rank got a signal; TIME_IS_OVER; or 0 to continue."""
+    """The exit status if any rank got a signal, TIME_IS_OVER if late, else 0."""
     late = time_limit is not None and time.time() - START >= 60 * time_limit
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
