@@ -287,7 +287,7 @@ def print_counts(title, heads, counts, texts):
 
 
 def print_parameters(model, title, params, mixer=None):
-    """Prints one row per projection of params, (name, parameter), and per product without weights."""
+    """Prints one row per projection, and per product without weights. params: (name, parameter) pairs."""
     counts = {}
     texts = {}
     length = model.config.block_size

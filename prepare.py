@@ -35,8 +35,8 @@ from configurator import check_effects, check_values, configure, print0, reading
 source = 'pystdlib'
 # field with a record's text or messages
 field = 'text'             # [if source not in SOURCES]
-# Invalid UTF-8: strict raises an error, replace writes U+FFFD, ignore omits it. ignore also omits
-# conversations that fail.
+# Invalid UTF-8: strict raises an error, replace writes U+FFFD, ignore omits it, and
+# conversations that the template rejects.
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
 # byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), or a folder: a
 # run, prepared data, or any with tokenizer.json. None: the source's default, otherwise
