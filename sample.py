@@ -331,10 +331,10 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
     prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when
     the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
-    half. cache: one row with the first tokens of a single prompt; a GPU may append an
-    extra token. batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI
-    2022). drafter: for speculative decoding (arXiv:2211.17192) of one sample at a time. sampling: options
-    of sample_token. The model must be in eval mode. Raises ValueError for NaN, and for a drafter if a layer
+    half. cache: one row with the first tokens of a single prompt; a GPU may append an extra token.
+    batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI 2022).
+    drafter: for speculative decoding (arXiv:2211.17192) of one sample at a time. sampling: options of
+    sample_token. The model must be in eval mode. Raises ValueError for NaN, and for a drafter if a layer
     has a state."""
     device = model.wte.weight.device
     sampling_device = 'cpu' if device.type == 'mps' else device  # MPS has returned ids out of range
@@ -384,8 +384,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             # 3. Feed last tokens and drafts; draw the next tokens.
             draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
             drawn = draw(torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device))
-        # 4. Read them while a GPU draws the next tokens, unless a given cache has states, which cannot
-        # rewind.
+        # 4. Read them while a GPU draws the next tokens. States of a given cache could not rewind.
         read = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None
