@@ -90,7 +90,8 @@ from tokenizer import pieces
 
 def synchronize():
     """Waits for the accelerator, if there is one."""
-    torch.get_device_module().synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def seconds_each(items):
@@ -449,8 +450,7 @@ def measure_decode(config, model_args):
     length = min(model.config.block_size, config['prompt_len'] + new // 2)
     read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
             + batch_size * cache_bytes(model, length, machine.dtype))
-
-    large = torch.ones(2**30 if 'cuda' in machine.device else 2**26, device=machine.device)
+    large = torch.ones(2**26, device=machine.device)
     bandwidth = large.nbytes / timed([large.sum], 40)().min()
     share = read * 1e3 / numbers['ms'] / bandwidth
     print(f"memory bandwidth: {share:.1%} of what the sum of a large tensor reaches here")

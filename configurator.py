@@ -189,7 +189,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         argv = sys.argv[1:] if launched else []
     if launched:
         sys.excepthook = one_line_errors
-        sys.stdout.reconfigure(errors='replace')  # prints ? for characters that the terminal lacks
+        if hasattr(sys.stdout, 'reconfigure'):  # not in Jupyter
+            sys.stdout.reconfigure(errors='replace')  # prints ? for characters that the terminal lacks
     if {'-h', '--help'} & {*argv}:
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
@@ -402,14 +403,15 @@ def choose_device(device):
     available."""
     import torch
     if device == 'auto':
-        device = str(torch.accelerator.current_accelerator() or 'cpu')
-    if device.startswith('cuda') and 'LOCAL_RANK' in os.environ:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        # without the argument, this is what torch was built for
+        device = str(torch.accelerator.current_accelerator(check_available=True) or 'cpu')
+    if device == 'cuda' or device.startswith('cuda') and 'LOCAL_RANK' in os.environ:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # torch.cuda.set_device needs a number
     try:
         torch.empty(1, device=device)
     except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"device={device} is not available: {error!s:.150}: use cpu, mps, cuda, cuda:1 or "
-                         "auto") from None
+        raise ValueError(f"device={device} is not available: {error!s:.150}: use --device=auto or cpu"
+                         ) from None
     return device
 
 
@@ -456,10 +458,11 @@ def keep_freed_memory(below=1 << 30):
             ctypes.CDLL(None).mallopt(option, value)
 
 
-# part of the device's name -> dense 16-bit TFLOP/s of its data sheet
+# words in the device's name -> dense 16-bit TFLOP/s of its data sheet; the first match counts
 PEAK_TFLOPS = {
-    'GB300': 2500, 'B300': 2250, 'GB200': 2500, 'B200': 2250, 'H200': 989, 'H100 PCIe': 756,
-    'H100': 989, 'A100': 312, 'L40S': 362, 'V100': 125, 'T4': 65, 'RTX 4090': 165, 'RTX 3090': 71,
+    'GB300': 2500, 'B300': 2250, 'GB200': 2500, 'B200': 2250, 'H200 NVL': 835, 'G?H200': 989,
+    'H100 NVL': 835, 'H100 PCIe': 756, 'H100': 989, 'A100': 312, 'L40S': 362, 'V100': 125, 'T4': 65,
+    'RTX 4090(?! Laptop)': 165, 'RTX 3090': 71,
 }
 
 
@@ -469,7 +472,8 @@ def peak_flops(device, dtype):
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    return next((tflops * 1e12 for words, tflops in PEAK_TFLOPS.items()
+                 if re.search(rf'\b{words}\b', name)), None)
 
 
 def peak_mb(device):

@@ -223,15 +223,19 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
         # the solver reads only below the diagonal
         right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
         written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
-    score = scores(q)
-    q = q * carried
-    k = k * left
-    out = []
-    for i in range(q.shape[2]):
-        new = written[:, :, i] - read[:, :, i] @ state if corrects else written[:, :, i]
-        out.append(q[:, :, i] @ state + score[:, :, i] @ new)
-        state = state * carried[:, :, i, -1, :, None] + k[:, :, i].mT @ new
-    return torch.cat(out, dim=2)[:, :, :T], state
+    # a chunk maps the state S to kept S + added. One operation per chunk: torch.compile unrolls the loop
+    writing = (k * left).mT
+    added = writing @ written
+    kept = carried[..., -1, :, None]
+    if corrects:
+        kept = kept * torch.eye(k.shape[-1], device=k.device) - writing @ read
+    states = []
+    for keep, add in zip(kept.unbind(2), added.unbind(2)):
+        states.append(state)
+        state = add + (keep @ state if corrects else keep * state)
+    before = torch.stack(states, dim=2)
+    y = (q * carried) @ before + scores(q) @ (written - read @ before if corrects else written)
+    return y.flatten(2, 3)[:, :, :T], state
 
 
 def decayed_scores(q, k, total):

@@ -542,6 +542,9 @@ class GPT(nn.Module):
         T = idx.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
+        if self.compute_dtype() is torch.float16 and not torch.is_autocast_enabled(idx.device.type):
+            with torch.autocast(idx.device.type, torch.float16):  # converts the float32 stream for each product
+                return self.forward(idx, targets, cache, keep, lengths, weights)
         context = make_context(self, idx, cache, lengths, weights, routing=None if targets is None else [])
         x0 = self.embed(context)
         x = self.blocks(x0, context)                                                              # (B, T, C)
@@ -573,7 +576,7 @@ class GPT(nn.Module):
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
         # never float16, in which the residual stream could overflow
-        x = x.bfloat16() if context.dtype is torch.bfloat16 else x
+        x = x.bfloat16() if context.dtype is torch.bfloat16 else x.float()
         return F.dropout(x, config.dropout, self.training)
 
     def blocks(self, x0, context):
@@ -647,7 +650,8 @@ class ForwardContext:
     cache: 'Cache | None'
     lengths: torch.Tensor | None  # (B,), new tokens of each row, without padding; None: all T
     base: int                     # cache entry of the current block's first mixer
-    eager: bool                   # whether to use eager_attention
+    eager: bool                   # whether to use eager_attention, unless flex
+    flex: bool                    # whether to use flex_attention where a mask or a score needs it
     dtype: torch.dtype            # of matmuls
     weights: list | None          # collects attention weights, (B, H, T, S)
     routing: list | None          # collects (layer, balance, z, load) of experts
@@ -675,12 +679,14 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
     config = model.config
     device = idx.device
     positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
-    # in training on a CPU, eager_attention is 1.5 to 3 times as fast as SDPA
+    # no kernel but flex_attention has a softcap or sinks. In training on a CPU, eager_attention is 1.5 to 3
+    # times as fast as SDPA
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
                  or device.type == 'cpu' and torch.is_grad_enabled())
+    flex = weights is None and cache is None and use_flex(model, idx)
     context = ForwardContext(idx=idx, positions=positions, position_ids=positions, document_starts=None,
                              ropes={}, masks={}, cache=cache, lengths=lengths, base=0, eager=eager,
-                             dtype=model.compute_dtype(), weights=weights, routing=routing)
+                             flex=flex, dtype=model.compute_dtype(), weights=weights, routing=routing)
     if config.document_token is not None:
         context.document_starts = find_starts(context, config.document_token)
         context.position_ids = positions - context.document_starts
@@ -888,8 +894,9 @@ class Mask:
     is_causal: bool               # the queries belong to the last T keys; later keys are hidden
     window: int | None = None     # largest number of other keys that a query sees; None: all
     n_global: int = 0             # number of first keys that all later queries see in any case
-    flex: tuple | None = None     # what flex_mask returns
+    flex: tuple | None = None     # what flex_mask returns; bias is then None
     part: typing.Callable | None = None  # (slice of queries, slices of keys) -> part of a bias for long T
+    copies: dict = dataclasses.field(default_factory=dict)  # see repeated
 
     def add(self, bias):
         """This Mask plus a bias (1 or B, 1 or H, T, S). -inf hides a key; each query
@@ -901,6 +908,15 @@ class Mask:
             T, S = bias.shape[-2:]
             bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1 + S - T), -math.inf)
         return Mask(bias, self.is_causal, self.window, self.n_global)
+
+    def repeated(self, group):
+        """The bias for `group` query heads as rows of one product, (1 or B, 1 or K, group T, S). All layers
+        share it: autograd would keep a copy per layer."""
+        if group not in self.copies:
+            rows, heads, T, S = self.bias.shape
+            bias = self.bias.expand(-1, max(heads, group), -1, -1)
+            self.copies[group] = bias.reshape(rows, -1, group * T, S)
+        return self.copies[group]
 
 
 def pick(x, slices, dim):
@@ -950,8 +966,8 @@ def make_mask(model, context, window, has_alibi, reach):
 
     n_global = config.window_global if reach == 'G' else 0
     limit = span if starts is None or reach != 'G' else None  # global tokens differ by document
-    flex = flex_mask(first, slopes) if reach != 'G' and use_flex(model, context) else None
-    in_blocks = positions.shape[1] > BLOCK and (
+    flex = flex_mask(first, slopes) if reach != 'G' and context.flex else None
+    in_blocks = flex or positions.shape[1] > BLOCK and (
         context.eager or is_causal and limit and positions.device.type == 'cpu')
     bias = None if in_blocks else part(slice(None), [slice(None)])
     return Mask(bias, is_causal, limit, n_global, flex, part if in_blocks else None)
@@ -977,11 +993,10 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
     K, S = k.shape[1:3]
     bias = mask.bias
     group = H // K
+    if mask.flex is not None:
+        return flexible_attention(q, k, v, *mask.flex, scale, softcap, sink)
     if context.eager or mask.part:  # eager_attention skips keys outside a window
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
-    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # flex_attention needs this width
-        from torch.nn.attention.flex_attention import flex_attention
-        return flex_attention(q, k, v, *mask.flex, scale, enable_gqa=group > 1)
     is_causal = bias is None and mask.is_causal and T > 1
     if (group * T <= FEW_QUERIES and torch.compiler.is_compiling()
             and (bias is not None or q.device.type == 'cpu' and not is_causal)):
@@ -989,8 +1004,7 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, v.shape[-1] == D <= 256, is_causal)
     if group > 1 and sharing == 'rows':
         q = q.reshape(B, K, group * T, D)
-        if bias is not None:  # (1 or B, 1 or K, H / K T, S)
-            bias = bias.expand(-1, max(bias.shape[1], group), -1, -1).reshape(len(bias), -1, group * T, S)
+        bias = mask.repeated(group) if bias is not None else None
     elif group > 1 and sharing == 'repeat':
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
@@ -1024,28 +1038,41 @@ def sdpa_plan(device, dtype, fits_flash, is_causal):
     return 'gqa', use_cudnn
 
 
-def use_flex(model, context):
-    """Whether to use flex_attention, which must be compiled and has no dropout."""
-    return (context.idx.is_cuda and context.dtype is torch.bfloat16 and context.idx.shape[1] >= 128
-            and context.cache is None and not context.eager and torch.compiler.is_compiling()
-            and not (model.training and model.config.dropout))
+def use_flex(model, idx):
+    """Whether to use flex_attention, which must be compiled, needs heads of 16 elements, and has no
+    dropout."""
+    return (idx.is_cuda and torch.compiler.is_compiling() and idx.shape[1] >= 128
+            and model.compute_dtype() is torch.bfloat16 and not (model.training and model.config.dropout)
+            and all(min(mixer.head_widths) >= 16 for mixer in model.mixers if mixer.mask_kind))
 
 
 def flex_mask(first, slopes):
-    """(score function or None, block mask) for flex_attention. first (1 or B, T): first key that
-    each query sees. slopes: (H,), for ALiBi."""
+    """(block mask, slopes) for flexible_attention. first (1 or B, T): first key that each query sees.
+    slopes: (H,), for ALiBi, or None."""
     from torch.nn.attention.flex_attention import create_block_mask
     rows, T = first.shape
-    device = first.device
 
     def is_seen(b, h, q, k):
         return (k <= q) & (k >= first[b % rows, q])
 
-    def add_alibi(score, b, h, q, k):
-        return score - slopes[h] * (q - k)
+    return create_block_mask(is_seen, rows, None, T, T, device=first.device), slopes
 
-    return (None if slopes is None else add_alibi,
-            create_block_mask(is_seen, rows, None, T, T, device=device))
+
+def flexible_attention(q, k, v, block_mask, slopes, scale, softcap=0.0, sink=None):
+    """`attend` by flex_attention (arXiv:2412.05496)."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def score_of(score, b, h, q, k):
+        score = softcap * torch.tanh(score / softcap) if softcap else score
+        return score if slopes is None else score - slopes[h] * (q - k)
+
+    changes = score_of if softcap or slopes is not None else None
+    options = dict(scale=scale, enable_gqa=q.shape[1] > k.shape[1])
+    if sink is None:
+        return flex_attention(q, k, v, changes, block_mask, **options)
+    y, aux = flex_attention(q, k, v, changes, block_mask, **options, return_aux=AuxRequest(lse=True))
+    # exp(aux.lse) is the denominator without the sink
+    return y * torch.sigmoid(aux.lse - sink.float()[:, None])[..., None].type_as(y)
 
 
 def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=None, few=False):

@@ -220,7 +220,8 @@ class OwnAlibi(flat.Attention):
 
 
 @pytest.mark.parametrize('options', [{}, dict(window=5, window_pattern='SL', document_token=3, n_kv_head=2),
-                                     dict(window=5, window_pattern='C')])
+                                     dict(window=5, window_pattern='C'),
+                                     dict(attn_softcap=0.5, attn_sink=True, n_kv_head=2)])
 def test_flex_attention_equals_eager_attention(options, monkeypatch):
     import torch.nn.attention.flex_attention as flex
     calls = []

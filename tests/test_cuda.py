@@ -32,6 +32,7 @@ KINDS = {
     'latent attention': dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32),
     'experts, the first without tokens': dict(n_expert=4, d_expert=64, balance_bias=True),
     'alibi': dict(pos='alibi'),
+    'softcap and sinks': dict(attn_softcap=20.0, attn_sink=True, n_kv_head=2),
     'states': dict(n_layer=5, mixer_pattern='DABKC', linear_n_key_head=2, linear_n_value_head=2,
                    linear_key_head_dim=16, linear_value_head_dim=16),
 }
