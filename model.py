@@ -543,7 +543,7 @@ class GPT(nn.Module):
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
         if self.compute_dtype() is torch.float16 and not torch.is_autocast_enabled(idx.device.type):
-            with torch.autocast(idx.device.type, torch.float16):  # converts the float32 stream for each product
+            with torch.autocast(idx.device.type, torch.float16):  # rounds the float32 stream for products
                 return self.forward(idx, targets, cache, keep, lengths, weights)
         context = make_context(self, idx, cache, lengths, weights, routing=None if targets is None else [])
         x0 = self.embed(context)

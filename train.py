@@ -600,14 +600,14 @@ MAX_SKIPPED = 10  # skipped updates in a row
 
 def count_skips(run):
     """Reports skipped updates. Raises ValueError after MAX_SKIPPED."""
-    skips = int(run.skips)
+    skips, in_a_row = torch.stack([run.skips, run.in_a_row]).tolist()
     run.skips = 0
     run.skipped += skips
     if skips:
         print0(f"iter {run.iter_num}: a loss or gradient was not finite, updates skipped: {skips}, "
                f"{run.skipped} in all")
-    if run.in_a_row >= MAX_SKIPPED:
-        diverge(run, f"{int(run.in_a_row)} losses or gradients in a row were not finite")
+    if in_a_row >= MAX_SKIPPED:
+        diverge(run, f"{in_a_row} losses or gradients in a row were not finite")
 
 
 def diverge(run, event):
@@ -686,8 +686,11 @@ def save(run, name, constant):
                 torch.save(constant | state, f)
                 os.fsync(f.fileno())
             temp.replace(path)
+        except RuntimeError as error:  # torch.save hides what ended it
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         finally:
             temp.unlink(missing_ok=True)  # if the disk is full
+    run.wait_for_rank_0()
 
 
 def lock_folder(out_dir):
@@ -766,9 +769,10 @@ def measure(run, row, seconds, epoch):
     epoch: its number of tokens."""
     tokens = run.tokens_per_update
     peak = peak_flops(run.machine.device, run.machine.dtype)
-    weight = torch.as_tensor(row.pop('weight')).to(row['loss'])
-    loss, weight = all_reduce(torch.stack([row['loss'], weight])).tolist()
-    return row | {
+    shared = torch.stack([row['loss'], row['loss'].new_zeros(()) + row.pop('weight')])
+    names = [name for name, value in row.items() if torch.is_tensor(value)]
+    loss, weight, *values = torch.stack([*all_reduce(shared), *map(row.get, names)]).tolist()  # one wait
+    return row | dict(zip(names, values)) | {
         'tokens': run.tokens, 'epoch': run.tokens / epoch,
         'loss': loss / RANKS if weight else math.nan, 'ms_per_iter': seconds * 1e3,  # nan: no targets
         'tok_per_s': tokens / seconds, 'skipped': run.skipped, 'wall_s': run.wall_s,
