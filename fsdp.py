@@ -5,13 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_map_only
 
 from model import GROUPS
-
-MIXED = implicit_replication()  # torch's functions accept whole and split weights together
-MIXED.__enter__()
 
 
 def shard_model(model, machine):

@@ -18,6 +18,7 @@ import time
 START = time.time()  # before slow imports
 
 import collections
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -485,12 +486,23 @@ class Run:
         self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
         self.sharded = any(map(is_sharded, self.params))
+        self.mixed = contextlib.nullcontext  # in it, torch accepts split and whole tensors together
+        if self.sharded:
+            from torch.distributed.tensor.experimental import implicit_replication
+            self.mixed = implicit_replication
         self.optimizers = make_optimizers(model, config)
         self.scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
         self.tokens_per_update = (config['gradient_accumulation_steps'] * config['batch_size']
                                   * model.config.block_size)  # on all ranks
         vars(self).update(NUMBERS)
         self.skips = self.in_a_row = 0  # skipped updates: unreported, in a row
+        self.patient = None  # the group of wait_for_rank_0
+
+    def wait_for_rank_0(self):
+        """Waits while only rank 0 works: writing a large checkpoint may take longer than ranks wait for
+        each other elsewhere."""
+        if self.patient:
+            dist.barrier(self.patient)
 
     def snapshot(self, optimizers=True):
         """The part of a checkpoint that changes. All ranks must call it; only rank 0
@@ -571,17 +583,18 @@ def update(run, load):
     for w in params:
         if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages the others
             all_reduce(w.grad).div_(RANKS)
-    grad_norm = clip_grad_norm_(params, config['grad_clip'] or math.inf)
-    if run.sharded:
-        grad_norm = grad_norm.full_tensor()
-    moved = grad_norm.isfinite()
-    for opt in run.optimizers:
-        # fused optimizers skip on the device
-        if getattr(opt, '_step_supports_amp_scaling', False) and run.machine.device != 'mps':
-            opt.found_inf = (~moved).float()
-        elif not moved:
-            continue
-        opt.step()
+    with run.mixed():
+        grad_norm = clip_grad_norm_(params, config['grad_clip'] or math.inf)
+        if run.sharded:
+            grad_norm = grad_norm.full_tensor()
+        moved = grad_norm.isfinite()
+        for opt in run.optimizers:
+            # fused optimizers skip on the device
+            if getattr(opt, '_step_supports_amp_scaling', False) and run.machine.device != 'mps':
+                opt.found_inf = (~moved).float()
+            elif not moved:
+                continue
+            opt.step()
     if run.model.config.balance_bias and not config['lora_rank']:  # LoRA trains only adapters
         from experts import move_balance
         move_balance(run.model, load, config['balance_rate'] * moved)
@@ -823,8 +836,11 @@ def why_stop(signals, time_limit):
 def print_sample(run, tokenizer, prompts):
     """Prints a sample. prompts: [ids]."""
     from sample import complete
+    hook = contextlib.nullcontext()
+    if run.sharded:  # ranks that draw different tokens would stop at different steps, and wait forever
+        hook = run.model.register_forward_hook(lambda model, inputs, logits: dist.broadcast(logits, 0))
     run.model.eval()
-    with run.machine.autocast():
+    with hook, run.machine.autocast():
         (text,), _ = complete(run.model, tokenizer, prompts, run.config['sample_tokens'],
                               seed=run.config['seed'])
     run.model.train()
@@ -871,6 +887,9 @@ if __name__ == '__main__':
     # machine, ranks
     machine = runtime(device, dtype, seed)
     device = machine.device
+    if not TORCHRUN and int(os.environ.get('SLURM_NTASKS', 1)) > 1:
+        print0("warning: Slurm starts several tasks, but without torchrun each is its own run: use `srun "
+               "torchrun ... train.py`, as in docs/gpu.md")
     if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first GPU
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
@@ -932,6 +951,8 @@ if __name__ == '__main__':
 
     # optimizers, length
     run = Run(model, config, machine)
+    if TORCHRUN:
+        run.patient = dist.new_group(backend='gloo', timeout=datetime.timedelta(days=1))
     if resumed:
         run.resume(source)
         if source.get('data', meta) != meta:
@@ -990,6 +1011,7 @@ if __name__ == '__main__':
             wandb_run = wandb.init(project=wandb_project, name=wandb_run_name, id=run.wandb_id,
                                    resume='allow', config=config | vars(model.config))
             run.wandb_id = wandb_run.id
+    run.wait_for_rank_0()
 
     # the loop
     began = START - run.wall_s
@@ -1047,6 +1069,7 @@ if __name__ == '__main__':
         save(run, 'ckpt.pt', constant)
         if sample_tokens and tokenizer and (RANK == 0 or shard):
             print_sample(run, tokenizer, val_bins.batch([0], 1)[0].tolist())
+        run.wait_for_rank_0()
         if reason or run.iter_num >= max_iters:
             break
 
