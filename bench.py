@@ -389,9 +389,13 @@ def measure_train(config, model_args):
     numbers = report(model, machine, times, dict.fromkeys(times, accumulation * batch[0].numel()))
     flops = flops_per_token(model) * numbers['tok_per_s']
     peak = peak_flops(device, machine.dtype)
-    n = 8192 if 'cuda' in device else 2048
-    square = torch.randn(n, n, device=device).to(machine.dtype)
-    matmul = 2 * n**3 / timed([lambda: square @ square], 5)().min()
+    n = 1024
+    seconds = 0.0
+    while n < 8192 and seconds < 0.02:
+        n *= 2
+        square = torch.randn(n, n, device=device).to(machine.dtype)
+        seconds = timed([lambda: square @ square], 5)().min()  # noqa: B023 (called at once)
+    matmul = 2 * n**3 / seconds
     print(f"computing speed: {flops / 1e9:,.0f} GFLOP/s, {flops / matmul:.1%} of what a large matrix product "
           f"reaches here ({matmul / 1e9:,.0f})")
     return numbers | {'compile': compile, 'mfu': flops / peak if peak else None,

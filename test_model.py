@@ -243,6 +243,25 @@ def test_flex_attention_equals_eager_attention(options, monkeypatch):
     assert len(calls) == 2
 
 
+class Biases(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.seen.append(args[3])
+        return func(*args, **kwargs or {})
+
+
+@torch.no_grad()
+def test_layers_share_one_bias_for_grouped_queries():
+    model = tiny(n_layer=3, n_kv_head=2, document_token=3)
+    with Biases() as biases:
+        model(tokens(model, 2, 24))
+    assert len(biases.seen) == 3 and len({bias.data_ptr() for bias in biases.seen}) == 1
+
+
 def feed(model, idx, chunks, cache):
     return torch.cat([model(part, cache=cache) for part in idx[:, :sum(chunks)].split(chunks, dim=1)], dim=1)
 
