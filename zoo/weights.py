@@ -105,17 +105,17 @@ def adapted_model(checkpoint, state, merge, changes):
     from sample import CHANGEABLE, checksum, load
     lora = checkpoint['lora']
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
-    folder = os.path.dirname(checkpoint['path'])
-    places = [lora['base'], os.path.realpath(f'{folder}/base')]
+    folder = Path(checkpoint['path']).parent
+    places = [lora['base'], os.path.realpath(folder / 'base')]
     with contextlib.suppress(ValueError):  # two drives of Windows
-        places.append(f"{folder}/{os.path.relpath(lora['base'], lora.get('folder'))}")
+        places.append(folder / os.path.relpath(lora['base'], lora.get('folder')))
     found = next(filter(os.path.exists, places), lora['base'])
     try:
         model, _, base = load(found, dtype=torch.float32, **trained | changes)
     except OSError as error:
         raise FileNotFoundError(
             f"{checkpoint['path']} has adapters for {lora['base']}, which is missing "
-            f"({str(error).partition(': ')[0]}): put it, or a link to it, at {folder}/base") from error
+            f"({str(error).partition(': ')[0]}): put it, or a link to it, at {folder / 'base'}") from error
     if lora.get('base_checksum') not in (None, checksum(base['path'], model)):
         raise ValueError(f"{checkpoint['path']} has adapters for the weights that {lora['base']} had, but "
                          f"{base['path']} has others: restore them, or train the adapters again")
