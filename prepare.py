@@ -761,7 +761,7 @@ if __name__ == '__main__':
         texts = functools.partial(split_texts, source, val_fraction, n_train)
         if is_prepared(tokenizer) or checkpoint_in(tokenizer):
             tok = load_tokenizer(tokenizer)
-        elif '/' in tokenizer or tokenizer.endswith('.gguf'):
+        elif '/' in tokenizer or os.path.exists(tokenizer) and tokenizer not in ('byte', 'char'):
             from zoo.hub import fetch, published_tokenizer
             tok = published_tokenizer(fetch(tokenizer, weights=False))
         else:

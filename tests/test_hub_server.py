@@ -123,7 +123,7 @@ def test_failing_downloads_are_reported_in_one_line(server):
     Path('hub/us/pickle/config.json').unlink()
     Path('hub/openai-community/gpt2/config.json').write_text('{"model_type": "rwkv"}')
     server.gated = {'us/gated'}
-    missing = 'us/none is not a folder here, and downloading it failed: correct the name, or set HF_TOKEN'
+    missing = 'us/none is not a path here, and downloading it failed: correct the name, or set HF_TOKEN'
     gated = 'us/gated is not .* accept its licence on its page at huggingface.co, and set HF_TOKEN'
     cases = {'us/none=': missing, 'us/none=x': missing, 'us/gated=': gated, 'us/gated=x': gated,
              '../us/tiny=': "../us/tiny is not .* 'namespace/repo_name'",

@@ -26,7 +26,7 @@ import tempfile
 if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.abspath(__file__ + '/../..')
 
-from configurator import check_values, configure, on_purpose, package, plain
+from configurator import check_values, configure, package, plain
 
 dtype: str | None = None  # dtype of exported weights [in gguf.DTYPES]; q8_0: only for .gguf; None: as stored
 family: str | None = None  # family of an export; None: the model's family, or the first that fits
@@ -71,14 +71,13 @@ def files(folder, pattern):
 
 def read_json(folder, name):
     """The content of a JSON file. Raises FileNotFoundError."""
-    path, = files(folder, name)
-    return json.loads(path.read_text('utf-8'))
+    return json.loads(files(folder, name)[0].read_text('utf-8'))
 
 
 def weight_names(folder):
     """Names of the files with weights, or a pattern."""
     if os.path.exists(f'{folder}/{INDEX}'):
-        return {*map(os.path.basename, read_json(folder, INDEX)['weight_map'].values())}
+        return sorted({*map(os.path.basename, read_json(folder, INDEX)['weight_map'].values())})
     return ['model*.safetensors']
 
 
@@ -244,19 +243,21 @@ def fetch(name, weights=True):
     the weights too if config.json is supported. Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
-    download = package('huggingface_hub').snapshot_download
     repo = name if '/' in name else f'openai-community/{name}'  # nanoGPT's names for GPT-2
-    try:
-        folder = download(repo, allow_patterns=SMALL_FILES + [INDEX] * weights)
-        if weights:
-            config_from_hf(read_json(folder, 'config.json'))
-            download(repo, revision=os.path.basename(folder), allow_patterns=[*weight_names(folder)])
-        return folder
-    except Exception as error:  # httpx has its own
-        if on_purpose(error):
-            raise
-        raise OSError(f"{repo} is not a folder here, and downloading it failed: "
-                      f"{REMEDIES.get(type(error).__name__, error)}") from error
+    hub = package('huggingface_hub')
+
+    def download(patterns, revision=None):
+        try:
+            return hub.snapshot_download(repo, revision=revision, allow_patterns=patterns)
+        except Exception as error:  # also httpx's
+            raise OSError(f"{name} is not a path here, and downloading it failed: "
+                          f"{REMEDIES.get(type(error).__name__, error)}") from error
+
+    folder = download(SMALL_FILES + [INDEX] * weights)
+    if weights:
+        config_from_hf(read_json(folder, 'config.json'))
+        download(weight_names(folder), os.path.basename(folder))
+    return folder
 
 
 def describe(name, folder):
