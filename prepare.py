@@ -38,9 +38,9 @@ field = 'text'             # [if source not in SOURCES]
 # Invalid UTF-8: strict raises an error, replace writes U+FFFD, ignore omits it, and
 # conversations that the template rejects.
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
-# byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), or a folder: a
-# run, prepared data, or any with tokenizer.json. None: the source's default, otherwise
-# data/pystdlib_bpe4096 for conversations, byte for text
+# byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), a run, prepared
+# data, or a published model: a hub id, .gguf file or folder with tokenizer.json. None: the source's
+# default, otherwise data/pystdlib_bpe4096 for conversations, byte for text
 tokenizer: str | None = None
 # how to encode special tokens that occur inside records
 special_tokens = 'text'    # [in ('text', 'tokens')]
@@ -632,10 +632,7 @@ def checkpoint_in(folder):
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder, a run, a checkpoint or a GGUF file."""
-    if Path(folder).suffix == '.gguf':
-        from zoo.hub import published_tokenizer
-        return published_tokenizer(folder)
+    """The tokenizer of a prepared folder, a run or a checkpoint."""
     if path := checkpoint_in(folder):
         import torch
         return tokenizer_from_state(torch.load(path, 'cpu', weights_only=True, mmap=True)['tokenizer'])
@@ -762,8 +759,11 @@ if __name__ == '__main__':
     else:
         n_train = characters_to_train_on(source, val_fraction)
         texts = functools.partial(split_texts, source, val_fraction, n_train)
-        if tokenizer.endswith('.gguf') or is_prepared(tokenizer) or checkpoint_in(tokenizer):
+        if is_prepared(tokenizer) or checkpoint_in(tokenizer):
             tok = load_tokenizer(tokenizer)
+        elif '/' in tokenizer or os.path.exists(tokenizer) and tokenizer not in ('byte', 'char'):
+            from zoo.hub import fetch, published_tokenizer
+            tok = published_tokenizer(fetch(tokenizer, weights=False))
         else:
             blocks = contents if source.chats else iter
             tok = make_tokenizer(

@@ -84,7 +84,7 @@ from tokenizer import tokenizer_from_state
 #     tokenizer          the tokenizer's state(), or None
 #     masked             whether the model was trained on conversations
 #     data               meta.json of the dataset
-#     lora               None, or rank, alpha, targets, base, base_checksum
+#     lora               None, or rank, alpha, targets, folder, base, base_checksum
 #     kept               iterations of ckpt-<iteration>.pt
 #     family             the published family, or None
 #     optimizer, scaler  {parameter name: state}; the scaler's state_dict()
@@ -120,18 +120,16 @@ def read_checkpoint(path):
     return checkpoint | {'model': state, 'model_args': args}
 
 
-def checksum(path):
-    """Sums a checkpoint's weight bits. Returns None for a published model."""
-    if is_published(path):
-        return None
-    return sum(w.float().view(torch.int32).sum().item() for w in read_checkpoint(path)['model'].values())
+def checksum(path, model):
+    """Sums the weight bits of a checkpoint, or of a published model that was loaded in float32."""
+    weights = model.h.state_dict() if is_published(path) else read_checkpoint(path)['model']
+    return sum(w.float().view(torch.int32).sum().item() for w in weights.values())
 
 
 def is_published(name):
     """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id."""
     if os.path.exists(name):
-        return str(name).endswith('.gguf') or any(
-            os.path.exists(f'{name}/{one}') for one in ('config.json', 'adapter_config.json'))
+        return str(name).endswith('.gguf') or os.path.exists(f'{name}/config.json')
     return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
 
 
@@ -143,8 +141,10 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     the weights. int8: stores large weights in 8 bits. changes: fields of GPTConfig. Raises
     FileNotFoundError or ValueError."""
     if init_from != 'resume' and is_published(init_from):
-        from zoo.hub import load_published
-        model, tokenizer, checkpoint = load_published(init_from, device, dtype, int8, changes)
+        from zoo.hub import fetch, from_pretrained
+        path = fetch(init_from)
+        model = from_pretrained(path, dtype, device, int8, **changes)
+        checkpoint = {'path': path, 'family': model.family}
     else:
         path = out_dir if init_from == 'resume' else init_from
         if os.path.isdir(path):
@@ -170,17 +170,20 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
             from zoo.weights import quantize_weights
             quantize_weights(model, dtype or torch.float32)
         model.to(device, dtype)
-        try:
-            tokenizer = find_tokenizer(checkpoint)
-        except (OSError, ImportError, ValueError) as error:
-            tokenizer = None
-            checkpoint['no_tokenizer'] = str(error)
+    try:
+        tokenizer = find_tokenizer(checkpoint)
+    except (OSError, ImportError, ValueError) as error:
+        tokenizer = None
+        checkpoint['no_tokenizer'] = str(error)
     return model, tokenizer, checkpoint | {'model_args': dataclasses.asdict(model.config)}
 
 
 def find_tokenizer(checkpoint):
-    """The checkpoint's or dataset's tokenizer. Drops the checkpoint's chat template if the model
-    was not trained on conversations."""
+    """The checkpoint's, published model's or dataset's tokenizer. Drops the checkpoint's chat template if
+    the model was not trained on conversations."""
+    if is_published(checkpoint['path']):
+        from zoo.hub import published_tokenizer
+        return published_tokenizer(checkpoint['path'])
     if not checkpoint.get('tokenizer'):
         from prepare import load_tokenizer
         return load_tokenizer(f"data/{checkpoint.get('config', {}).get('dataset')}")

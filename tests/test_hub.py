@@ -1,18 +1,15 @@
 """Tests of zoo/hub.py: adapters, nanoGPT's checkpoints, published families compared with transformers."""
 import contextlib
-import fnmatch
 import itertools
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from common import EVAL, TOY, run, same_weights, train
+from common import EVAL, run, same_weights, train
 
-import prepare
 from model import make_context
 from sample import load
 from test_model import near, tiny, tokens
@@ -579,56 +576,3 @@ def test_exports_replace_nothing_and_leave_nothing_half_written(tmp_path):
     with pytest.raises(ValueError, match=f'{tmp_path} is not empty'):
         hub.save_pretrained(tiny(n_layer=1), None, tmp_path)
     assert contents(tmp_path) == before
-
-
-def test_adapters_of_a_published_model_are_exported_merged(folder):
-    hf_model('cohere', {'vocab_size': 23}).to(torch.bfloat16).save_pretrained('theirs')
-    tokenizer = prepare.load_tokenizer('data/toy')
-    Path('theirs/tokenizer.json').write_text(to_json(tokenizer), encoding='utf-8')
-    model = run('train.py', '--init_from=theirs', *TOY[:1], *TOY[5:], '--out_dir=out', '--max_iters=5',
-                '--lora_rank=2', '--learning_rate=1e-2')['model'].eval()
-    run('zoo/hub.py', 'export', 'out', 'whole', '--family=cohere')
-    run('zoo/hub.py', 'export', 'theirs', 'half')
-    assert [read_config(name)['dtype'] for name in ('whole', 'half')] == ['float32', 'bfloat16']
-    idx = tokens(model, 2, 16)
-    with torch.no_grad():
-        near(hf_opened('whole')(idx).logits, model(idx))
-        assert (hf_opened('half')(idx).logits - model(idx)).abs().max() > 0.01
-    auto = pytest.importorskip('transformers').AutoTokenizer.from_pretrained('whole')
-    assert auto('abcd')['input_ids'] == [0, 1, 2, 3]
-
-
-# the hub ----------------------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def test_hub_ids_become_local_folders(tmp_path, monkeypatch):
-    """The config and the tokenizer are downloaded first, then the weights of a supported model."""
-    monkeypatch.chdir(tmp_path)
-    hf_model('llama', {'vocab_size': 257}, 'repo', max_shard_size='60KB')
-    Path('repo/tokenizer.json').write_text(to_json(make_tokenizer('byte')), encoding='utf-8')
-    Path('repo/pytorch_model.bin').touch()
-    os.mkdir('cache')
-    asked = []
-
-    def snapshot_download(repo, allow_patterns, revision=None):
-        names = {name for pattern in allow_patterns for name in fnmatch.filter(os.listdir('repo'), pattern)}
-        for name in names:
-            shutil.copy(f'repo/{name}', 'cache')
-        asked.append((repo, revision, names))
-        return 'cache'
-    monkeypatch.setattr(pytest.importorskip('huggingface_hub'), 'snapshot_download', snapshot_download)
-    model = hub.from_pretrained('repo')
-    assert same_weights(load('a/b')[0].state_dict(), model.state_dict())
-    weights = {path.name for path in Path('repo').glob('model-*.safetensors')}
-    small = {'config.json', 'generation_config.json', 'tokenizer.json'}
-    assert asked == [('a/b', None, small), ('a/b', 'cache', weights)] and len(weights) > 1
-    Path('repo/config.json').write_text('{"model_type": "rwkv"}')
-    with pytest.raises(ValueError, match="model_type='rwkv' is unsupported"):
-        hub.fetch('gpt2')
-    assert asked[2:] == [('openai-community/gpt2', None, small)]
-
-
-def test_a_missing_model_is_reported(monkeypatch):
-    monkeypatch.setattr(pytest.importorskip('huggingface_hub').constants, 'HF_HUB_OFFLINE', True)
-    with pytest.raises(OSError, match='no/thing is not a folder here, and downloading it failed'):
-        hub.from_pretrained('no/thing')

@@ -1,10 +1,20 @@
 """Tests of zoo/weights.py: adapters and int8 weights."""
+import functools
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from common import chat_tokenizer, log_rows, run, same_weights, save_tokenizer, train
 
 import model as flat
 from model import flops_per_token
+from sample import load
 from test_model import MLA, feed, near, tiny, tokens
+from train import sequence_indices
 from zoo import weights
 
 
@@ -38,6 +48,138 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     torch.testing.assert_close(dict(model.state_dict()), before, atol=1e-6, rtol=1e-5)
     assert (expected - logits).abs().max() > 0.01
     near(model(idx), expected, 2e-5)
+
+
+# fine-tuning ------------------------------------------------------------------------------------------------
+
+TUNE = """
+dataset = 'mine'
+batch_size = 2
+gradient_accumulation_steps = 3
+max_iters = 10
+learning_rate = 3e-3
+beta2 = 0.98
+weight_decay = 0.2
+grad_clip = 0.5
+warmup_iters = 0
+decay_lr = False
+eval_interval = 10
+eval_iters = 1
+device = 'cpu'
+dtype = 'float32'
+compile = False
+lora_alpha = 8.0
+"""
+SHARED = {  # our linear layer -> theirs, which share lora_a
+    'attn.c_attn': ['self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'],
+    'attn.c_proj': ['self_attn.o_proj'], 'mlp.c_fc': ['mlp.gate_proj', 'mlp.up_proj'],
+    'mlp.c_proj': ['mlp.down_proj']}
+
+
+def add_peft(model, adapters, scale):
+    """Freezes a model of transformers and adds adapters as PEFT does: y + scale * B(A(x)), B = 0. adapters:
+    ours. Returns the trained tensors."""
+    model.requires_grad_(False)
+    params = []
+    for name, a in adapters.items():
+        if name.endswith('lora_a'):
+            a = torch.nn.Parameter(a.clone())
+            params.append(a)
+            _, layer, part = name.removesuffix('.lora_a').split('.', 2)
+            for their in SHARED[part]:
+                module = model.get_submodule(f'model.layers.{layer}.{their}')
+                b = torch.nn.Parameter(torch.zeros(module.out_features, len(a)))
+                module.register_forward_hook(functools.partial(lambda module, args, y, a, b: (
+                    y + scale * (args[0] @ a.T @ b.T)), a=a, b=b))
+                params.append(b)
+    return params
+
+
+@pytest.mark.parametrize('rank', [0, 4])
+def test_fine_tuning_equals_a_loop_with_transformers(rank, tmp_path, monkeypatch):
+    """Conversations of different lengths give micro-batches with different numbers of targets. The loop has
+    one batch per step, labels of -100, the mean over all others as loss, and a mask for conversations."""
+    transformers = pytest.importorskip('transformers')
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128)).bfloat16()
+    theirs.save_pretrained('theirs')
+    theirs.float()
+    save_tokenizer(chat_tokenizer(), 'theirs')
+    draw = random.Random(0)
+    chats = [[{'role': role, 'content': ''.join(draw.choices('abc ', k=draw.randrange(1, 40)))}
+              for role in ('user', 'assistant') * draw.randrange(1, 3)] for _ in range(60)]
+    Path('chats.jsonl').write_text('\n'.join(json.dumps({'messages': chat}) for chat in chats))
+    run('prepare.py', 'chats.jsonl', '--tokenizer=./theirs', '--out=mine', '--block_size=64', '--procs=1')
+    Path('tune.py').write_text(TUNE)
+    args = ['train.py', 'tune.py', '--init_from=theirs', '--block_size=64', f'--lora_rank={rank}']
+    params = [*theirs.train().parameters()]
+    if rank:
+        run(*args, '--out_dir=start', '--max_iters=1', '--learning_rate=0')
+        params = add_peft(theirs, torch.load('start/ckpt.pt')['model'], 8 / rank)
+    opt = torch.optim.AdamW([{'params': [w for w in params if w.ndim > 1], 'weight_decay': 0.2},
+                             {'params': [w for w in params if w.ndim < 2], 'weight_decay': 0}],
+                            lr=3e-3, betas=(0.9, 0.98))
+    ours = run(*args, '--out_dir=out')['model'].eval()
+    ids, mask = (torch.from_numpy(np.fromfile(f'data/mine/train{end}', dtype).astype(np.int64))
+                 for end, dtype in (('.bin', '<u2'), ('.mask.bin', 'u1')))
+    first, expected = ours.config.document_token, []
+    for it in range(10):
+        places = torch.from_numpy(sequence_indices(6 * it, 6, (len(ids) - 1) // 64, 1337))
+        places = places[:, None] * 64 + torch.arange(65)
+        idx, labels = ids[places], ids[places].where(mask[places] > 0, -100)
+        document = (idx == first).cumsum(1)
+        visible = (document[:, None, :, None] == document[:, None, None]) & torch.ones(65, 65).tril().bool()
+        loss = theirs(input_ids=idx, labels=labels,
+                      attention_mask=torch.zeros(visible.shape).masked_fill(~visible, -1e9)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 0.5)
+        opt.step()
+        opt.zero_grad()
+        expected.append(loss.item())
+    assert [float(row['loss']) for row in log_rows('out')] == pytest.approx(expected, abs=1e-5)
+    assert expected[0] - expected[-1] > 0.05
+    run('zoo/hub.py', 'export', 'out', 'copy')
+    merged = transformers.AutoModelForCausalLM.from_pretrained('copy')
+    assert merged.dtype == torch.float32
+    with torch.no_grad():
+        near(merged(idx).logits, theirs.eval()(idx).logits)
+    assert transformers.AutoTokenizer.from_pretrained('copy')('abc')['input_ids'] == [97, 98, 99]
+    if rank:
+        transformers.LlamaForCausalLM(theirs.config).save_pretrained('theirs')
+        with pytest.raises(ValueError, match='adapters for the weights that .*theirs had, but'):
+            load('out')
+
+
+def test_adapters_find_a_base_that_has_moved(folder, monkeypatch):
+    train('--out_dir=old/base', '--max_iters=2')
+    ended = train('--out_dir=old/lora', '--init_from=old/base', '--lora_rank=2', '--max_iters=2')
+    os.rename('old', 'new')
+
+    def check():
+        assert same_weights(load('new/lora', merge=False)[0].state_dict(), ended['model'].state_dict())
+    check()
+    os.rename('new/base', 'base')
+    place = 'put it, or a link to it, at new/lora/base'
+    missing = r'new/lora/ckpt.pt has adapters for .*/old/base/ckpt.pt, .* missing \(no checkpoint at .*\): '
+    with pytest.raises(FileNotFoundError, match=missing + place):
+        load('new/lora')
+    os.rename('base', 'new/lora/base')
+    check()
+    run('train.py', '--out_dir=new/lora', '--init_from=resume', '--max_iters=3')
+    checkpoint = torch.load('new/lora/ckpt.pt')
+    checkpoint['lora']['base'] = 'us/gone'
+    torch.save(checkpoint, 'new/lora/ckpt.pt')
+    assert load('new/lora')[2]['iter_num'] == 3
+    train('--out_dir=new/lora/base', '--max_iters=2', '--seed=2')
+    with pytest.raises(ValueError, match='the weights that us/gone had, but .*new/lora/base/ckpt.pt has'):
+        load('new/lora')
+    os.rename('new/lora/base', 'base')
+    monkeypatch.setattr(pytest.importorskip('huggingface_hub').constants, 'HF_HUB_OFFLINE', True)
+    with pytest.raises(FileNotFoundError, match=rf'for us/gone, which is missing \(us/gone .*\): {place}'):
+        load('new/lora')
 
 
 @torch.no_grad()

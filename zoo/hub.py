@@ -6,8 +6,9 @@ Reads and writes published models.
     python zoo/hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # writes a file for llama.cpp
     python zoo/hub.py families             # lists the supported families
 
-train.py, sample.py and bench.py accept --init_from=<id, folder or .gguf>. huggingface_hub's environment
-variables, such as HF_TOKEN, apply. Weights are never read from pickles.
+train.py, sample.py and bench.py accept --init_from=<id, folder or .gguf>, and prepare.py accepts
+--tokenizer=<id, folder or .gguf>. huggingface_hub's environment variables, such as HF_TOKEN, apply. Weights
+are never read from pickles.
 """
 import dataclasses
 import fnmatch
@@ -56,25 +57,39 @@ from zoo.weights import fill_rows, quantize_weights
 # import -----------------------------------------------------------------------------------------------------
 
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # names in safetensors
-WEIGHTS = 'model*.safetensors'
+INDEX = 'model.safetensors.index.json'  # names the files of a model with several
+
+
+def files(folder, pattern):
+    """Sorted paths in a folder. Raises FileNotFoundError if there are none."""
+    found = sorted(pathlib.Path(folder).glob(pattern))
+    if not found:
+        raise FileNotFoundError(f"{folder}/{pattern} is missing: a model needs config.json, all its "
+                                "safetensors and tokenizer.json; convert other formats")
+    return found
 
 
 def read_json(folder, name):
-    """The content of a JSON file."""
-    return json.loads(pathlib.Path(folder, name).read_text('utf-8'))
+    """The content of a JSON file. Raises FileNotFoundError."""
+    return json.loads(files(folder, name)[0].read_text('utf-8'))
+
+
+def weight_names(folder):
+    """Names of the files with weights, or a pattern."""
+    if os.path.exists(f'{folder}/{INDEX}'):
+        return sorted({*map(os.path.basename, read_json(folder, INDEX)['weight_map'].values())})
+    return ['model*.safetensors']
 
 
 def read_headers(folder):
     """The safetensors in a folder: {name: Stored}. Raises FileNotFoundError."""
     stored = {}
-    for path in sorted(pathlib.Path(folder).glob(WEIGHTS)):
+    for path in (path for name in weight_names(folder) for path in files(folder, name)):
         opened = functools.partial(package('safetensors').safe_open, path, 'pt')
         with opened() as file:
             for name in file.keys():  # noqa: SIM118 (file is not a dict)
                 header = file.get_slice(name)
                 stored[bare(name)] = Stored(opened, name, tuple(header.get_shape()), header.get_dtype())
-    if not stored:
-        raise FileNotFoundError(f"{folder}/{WEIGHTS} is missing: weights are only read from safetensors")
     return stored
 
 
@@ -206,29 +221,43 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
 
 
 def published_tokenizer(path):
-    """The tokenizer of a folder or GGUF file. Raises ValueError if it is unsupported."""
-    return gguf.read_tokenizer(path) if path.endswith('.gguf') else json_tokenizer(path)
+    """The tokenizer of a folder, tokenizer.json or GGUF file. Raises FileNotFoundError or ValueError."""
+    if path.endswith('.gguf'):
+        return gguf.read_tokenizer(path)
+    if not os.path.isfile(path):
+        files(path, 'tokenizer.json')
+    return json_tokenizer(path)
 
 
 # the hub ----------------------------------------------------------------------------------------------------
 
 SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json',
-               'chat_template.jinja']
+               'special_tokens_map.json', 'chat_template.jinja']
+REMEDIES = {  # error of huggingface_hub -> remedy
+    'GatedRepoError': 'accept its licence on its page at huggingface.co, and set HF_TOKEN to your token',
+    'RepositoryNotFoundError': 'correct the name, or set HF_TOKEN to your token if the repository is private'}
 
 
-def fetch(name):
-    """A path or an id on the hub -> a path. Downloads weights only if config.json is supported.
-    Raises OSError."""
+def fetch(name, weights=True):
+    """A path or an id on the hub -> a path. Without weights, downloads only SMALL_FILES. Otherwise downloads
+    the weights too if config.json is supported. Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
-    download = package('huggingface_hub').snapshot_download
     repo = name if '/' in name else f'openai-community/{name}'  # nanoGPT's names for GPT-2
-    try:
-        folder = download(repo, allow_patterns=SMALL_FILES)
+    hub = package('huggingface_hub')
+
+    def download(patterns, revision=None):
+        try:
+            return hub.snapshot_download(repo, revision=revision, allow_patterns=patterns)
+        except Exception as error:  # also httpx's
+            raise OSError(f"{name} is not a path here, and downloading it failed: "
+                          f"{REMEDIES.get(type(error).__name__, error)}") from error
+
+    folder = download(SMALL_FILES + [INDEX] * weights)
+    if weights:
         config_from_hf(read_json(folder, 'config.json'))
-        return download(repo, revision=os.path.basename(folder), allow_patterns=[WEIGHTS])
-    except OSError as error:
-        raise OSError(f"{repo} is not a folder here, and downloading it failed: {error}") from error
+        download(weight_names(folder), os.path.basename(folder))
+    return folder
 
 
 def describe(name, folder):
@@ -247,24 +276,15 @@ def describe(name, folder):
               f"{'yes' if tokenizer.chat_template else 'no'}")
     except (OSError, ImportError, ValueError) as error:
         return print(f"tokenizer: none ({error})\nfolder: {folder}")
-    name = shlex.quote(name)
-    shorter = ' --block_size=1024' * (config.block_size > 1024)
-    print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} --start='Once upon a time'",
-          f"prepare.py my.txt --tokenizer={shlex.quote(folder)} --out=mine",
-          f"train.py --init_from={name} --dataset=mine{shorter}", sep='\n    python ')
-
-
-def load_published(name, device, dtype, int8, changes):
-    """Implements sample.load for a published model."""
-    path = fetch(name)
-    model = from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
-    facts = {'path': path, 'family': model.family}
-    try:
-        tokenizer = published_tokenizer(path)
-    except (OSError, ImportError, ValueError) as error:
-        tokenizer = None
-        facts['no_tokenizer'] = str(error)
-    return model, tokenizer, facts
+    size = f'--block_size={min(config.block_size, 1024)}'
+    start, data = "--start='Once upon a time'", 'my.txt'
+    if tokenizer.chat_template:
+        start, data = '--chat', f'chats.jsonl {size}'
+    name = shlex.quote(name if '/' in name else folder)  # prepare.py does not know gpt2-xl
+    print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} {start}",
+          f"prepare.py {data} --tokenizer={name} --out=mine",
+          f"train.py --init_from={name} --dataset=mine {size} --out_dir=out-mine",
+          f"sample.py --out_dir=out-mine {start}", sep='\n    python ')
 
 
 if __name__ == '__main__':

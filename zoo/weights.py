@@ -2,6 +2,7 @@
 Replaces linear layers by low-rank adapters (LoRA), which train few parameters, or by 8-bit weights, which
 need less memory.
 """
+import contextlib
 import os
 from pathlib import Path
 
@@ -88,23 +89,36 @@ def start_lora(model, config, loaded):
                          "--out_dir")
     lora = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
             'targets': config['lora_targets'].replace(',', ' ').split()}
+    base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
+    facts = {'base': base, 'folder': os.path.abspath(config['out_dir']),
+             'base_checksum': checksum(path, model)}
     add_lora(model, **lora)
     n_params = sum(w.numel() for w in model.parameters() if w.requires_grad)
     print0(f"adapters: training {n_params:,} parameters")
-    base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
-    return lora | {'base': base, 'base_checksum': checksum(path)}
+    return lora | facts
 
 
 def adapted_model(checkpoint, state, merge, changes):
-    """Loads the base model of a checkpoint, and adds its adapters, `state`. merge: call merge_lora.
-    Raises ValueError if the base model was trained again."""
+    """Loads the base model of a checkpoint, and adds its adapters, `state`. merge: call merge_lora. The base
+    is at its old path, at the same path relative to the adapters, at `base` in their folder, or on the hub.
+    Raises FileNotFoundError, or ValueError if the base has other weights."""
     from sample import CHANGEABLE, checksum, load
     lora = checkpoint['lora']
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
-    model, *_ = load(lora['base'], dtype=torch.float32, **trained | changes)
-    if lora.get('base_checksum') not in (None, checksum(lora['base'])):
-        raise ValueError(f"{checkpoint['path']} has adapters for the weights that {lora['base']} had before "
-                         "it was trained again: train the adapters again too")
+    folder = Path(checkpoint['path']).parent
+    places = [lora['base'], os.path.realpath(folder / 'base')]
+    with contextlib.suppress(ValueError):  # two drives of Windows
+        places.append(folder / os.path.relpath(lora['base'], lora.get('folder')))
+    found = next(filter(os.path.exists, places), lora['base'])
+    try:
+        model, _, base = load(found, dtype=torch.float32, **trained | changes)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{checkpoint['path']} has adapters for {lora['base']}, which is missing "
+            f"({str(error).partition(': ')[0]}): put it, or a link to it, at {folder / 'base'}") from error
+    if lora.get('base_checksum') not in (None, checksum(base['path'], model)):
+        raise ValueError(f"{checkpoint['path']} has adapters for the weights that {lora['base']} had, but "
+                         f"{base['path']} has others: restore them, or train the adapters again")
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     model.load_state_dict(model.state_dict() | state)
     if merge:
