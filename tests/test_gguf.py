@@ -62,7 +62,8 @@ MODELS = [  # model_type, changes to test_hub's SMALL, a key, tensors as functio
         'blk.2.ffn_up_exps.weight': lambda s: torch.stack(
             [s[f'model.layers.2.mlp.experts.{e}.up_proj.weight'] for e in range(4)])}),
     ('qwen2_moe', {}, ('qwen2moe.expert_shared_feed_forward_length', 24), {
-        'blk.1.ffn_gate_inp_shexp.weight': lambda s: s['model.layers.1.mlp.shared_expert_gate.weight']}),
+        # llama-model.cpp wants a vector
+        'blk.1.ffn_gate_inp_shexp.weight': lambda s: s['model.layers.1.mlp.shared_expert_gate.weight'][0]}),
     ('gemma', {}, ('gemma.attention.value_length', 12), {
         'blk.0.attn_norm.weight': lambda s: s['model.layers.0.input_layernorm.weight'] + 1}),
     ('gemma2', dict(query_pre_attn_scalar=12), ('gemma2.attn_logit_softcapping', 50.0), {
@@ -94,11 +95,50 @@ def test_models_out_and_in(kind, options, key, tensors, tmp_path):
     assert same_weights(hub.from_pretrained(path, int8=True).state_dict(), ours.state_dict())
 
 
+SIZES = {'context_length': 64, 'block_count': 2, 'embedding_length': 32, 'feed_forward_length': 48,
+         'attention.head_count': 4, 'attention.layer_norm_rms_epsilon': 1e-5}
+
+
+def config_of(monkeypatch, arch, **changes):
+    """The GPTConfig of a file with these keys."""
+    keys = {f'{arch}.{name.replace("__", ".")}': value for name, value in (SIZES | changes).items()}
+    keys |= {'general.architecture': arch, 'tokenizer.ggml.tokens': ['a', 'b']}
+    monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {}))
+    return hub.read_published('x.gguf')[1]
+
+
+@pytest.mark.parametrize('arch, n_layer, n_embd, n_head, head_dim, scalar', [
+    ('gemma2', 26, 2304, 8, 256, 256), ('gemma2', 42, 3584, 16, 256, 256), ('gemma2', 46, 4608, 32, 128, 144),
+    ('gemma3', 34, 2560, 8, 256, 256), ('gemma3', 62, 5376, 32, 128, 168)])
+def test_gemma_scales_attention_as_published(arch, n_layer, n_embd, n_head, head_dim, scalar, monkeypatch):
+    """query_pre_attn_scalar in Google's config.json. The file lacks it; llama.cpp chooses by the layers."""
+    config = config_of(monkeypatch, arch, block_count=n_layer, embedding_length=n_embd, **{
+        'attention.head_count': n_head, 'attention.key_length': head_dim})
+    assert (config.attn_scale or config.head_dim ** -0.5) == pytest.approx(scalar ** -0.5)
+
+
+def test_keys_mean_what_they_mean_to_llama_cpp(monkeypatch):
+    """load_hparams in llama-model.cpp, and load_arch_hparams of each architecture."""
+    plain = config_of(monkeypatch, 'qwen3')  # transformers' Qwen3 has head_dim=128, and 32 key heads
+    assert (plain.head_dim, plain.n_kv_head, plain.rope_base) == (8, 4, 1e4)
+    for changes in (
+            {'rope.scaling.type': 'none', 'rope.scaling.factor': 4.0}, {'rope.scaling.type': 'linear'},
+            {'rope.scaling.finetuned': True, 'rope.scaling.yarn_beta_fast': 8.0},
+            {'vision.block_count': 27, 'mm.tokens_per_image': 256, 'attention.head_count': [4, 4]}):
+        assert config_of(monkeypatch, 'qwen3', **changes) == plain
+    scaled = config_of(monkeypatch, 'qwen3', **{'rope.scaling.factor': 4.0})  # the type is linear by default
+    assert scaled.rope_scaling == {'rope_type': 'linear', 'factor': 4.0}
+    gemma = config_of(monkeypatch, 'gemma3', **{'rope.freq_base': 1e6, 'rope.freq_base_swa': 2e4,
+                                                'attention.sliding_window': 8, 'attention.key_length': 16})
+    assert (gemma.rope_base, gemma.local['rope_base'], gemma.window) == (1e6, 2e4, 8)
+    assert config_of(monkeypatch, 'gemma3', **{'attention.key_length': 16}).window is None
+
+
 def test_unsupported_files_are_refused_by_name(monkeypatch):
-    keys = {'general.architecture': 'llama', 'llama.attention.scale': 2, 'tokenizer.ggml.model': 'gpt2',
+    keys = {'general.architecture': 'llama', 'llama.attention.causal': False, 'tokenizer.ggml.model': 'gpt2',
             'tokenizer.ggml.pre': 'tekken', 'tokenizer.ggml.tokens': ['a', 'b']}
     monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {}))
-    with pytest.raises(ValueError, match='llama with .*attention.scale=2 is unsupported'):
+    with pytest.raises(ValueError, match='llama with attention.causal=False is unsupported'):
         hub.read_published('x.gguf')
     with pytest.raises(ValueError, match='has a tekken tokenizer; supported are gpt-2, '):
         hub.published_tokenizer('x.gguf')

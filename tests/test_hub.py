@@ -343,6 +343,30 @@ def gemma3_as_once_published(c, state):
     del c['layer_types']
 
 
+def changed(fields):
+    """Fields that change nothing, as JSON; null: the field is omitted."""
+    def edit(c, state):
+        for name, value in json.loads(fields).items():
+            c.pop(name, None)
+            if value is not None:
+                c[name] = value
+    return edit
+
+
+UNSLOTH = changed('''{"unsloth_fixed": true, "unsloth_version": "2025.6.1", "torchscript": true,
+    "num_labels": 3, "temperature": 0.6, "top_k": 20, "max_length": 20, "is_causal": true, "license": "mit",
+    "eos_token_ids": [1], "attention_sinks": 4, "sliding_window": 8}''')
+LFM2 = changed('''{"block_dim": 32, "block_mlp_init_scale": 1.0, "block_norm_eps": 1e-5,
+    "block_use_swiglu": true, "conv_dim": 32, "num_heads": 4, "use_pos_enc": true}''')
+GLM = changed('''{"moe_router_dtype": "float32", "num_experts": 4, "output_gate_type": "swish"}''')
+
+
+def nemotron3_as_published(c, state):
+    words = {'linear_attention': 'mamba', 'full_attention': 'attention'}
+    c.update(norm_eps=1e-5, num_hidden_layers=7, layers_block_type=[
+        words.get(one, one) for one in c['layers_block_type']])
+
+
 def kimi_as_published(c, state):
     kinds = {kind: [i for i, one in enumerate(c['layer_types'], 1) if one.startswith(kind)]
              for kind in ('full', 'linear')}
@@ -422,6 +446,13 @@ def minimind(**change):
     ('granitemoehybrid', VARIANTS['granitemoehybrid'][0], granite4_as_published),
     ('kimi_linear', VARIANTS['kimi_linear'][0], kimi_as_published),
     ('gpt2', {}, without_prefix),
+    ('llama', hf_rope('yarn', factor=4.0, finetuned=True), UNSLOTH),
+    ('lfm2', CONV_FULL, LFM2),
+    ('glm_moe_dsa', VARIANTS['glm_moe_dsa'][0], GLM),
+    ('nemotron_h', VARIANTS['nemotron_h'][0], nemotron3_as_published),
+    ('opt', {}, changed(
+        '{"enable_bias": null, "layer_norm_elementwise_affine": null, "tie_word_embeddings": null}')),
+    ('qwen3_moe', {}, changed('{"norm_topk_prob": null, "rope_parameters": null}')),
     ('deepseek_v3', dict(LATENT, n_group=2), with_extra_layer),
     ('qwen3_5_text', HYBRID, qwen3_6_as_published),
     ('qwen3_5_moe_text', HYBRID, with_fused_experts),
@@ -482,10 +513,16 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
 
 @pytest.mark.parametrize('change, message', [
     (dict(model_type='rwkv2'), "model_type='rwkv2' is unsupported; these are supported: .*llama"),
-    (dict(use_magic=1, sliding_window=8, quantization_config={'quant_method': 'fp8'}),
-     "llama with use_magic=1, quantization_config={'quant_method': 'fp8'} is unsupported"),
-    (dict(sliding_window=8), 'sliding_window=8'),
-    (dict(model_type='mixtral'), 'mixtral with num_local_experts num_experts n_routed_experts=None')])
+    (dict(is_causal=False, quantization_config={'quant_method': 'awq'}),
+     "llama with is_causal=False, quantization_config={'quant_method': 'awq'} is unsupported"),
+    (dict(model_type='olmoe', sliding_window=8), 'olmoe with sliding_window=8'),
+    (dict(model_type='phi', qk_layernorm=True), 'phi with qk_layernorm=True is unsupported'),
+    (dict(model_type='minimind', use_magic=1), 'minimind with use_magic=1 is unsupported'),
+    (dict(model_type='qwen3_moe', decoder_sparse_step=2), 'qwen3_moe with decoder_sparse_step=2'),
+    (dict(model_type='ernie4_5_moe', moe_layer_end_index=1), 'ernie4_5_moe with moe_layer_end_index=1'),
+    (dict(quantization_config={'quant_method': 'fp8', 'weight_block_size': [64, 64]}), 'llama with quantiz'),
+    (dict(rope_scaling={'type': 'yarn'}), "llama lacks a field .*'factor'"),
+    (dict(num_hidden_layers=None), 'llama lacks a field .*n_layer')])
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):
     with pytest.raises(ValueError, match=message):
         hub.config_from_hf({**SIZES, 'model_type': 'llama', **change})
@@ -502,6 +539,70 @@ def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
         hub.from_pretrained(tmp_path)
     assert ("it lacks [('layers.0.self_attn.o_proj.weight', (32, 32)), ('norm.weight', (32,))], but has "
             "[('extra.weight', (2,)), ('layers.0.self_attn.o_proj.weight', (8, 32))]") in str(error.value)
+
+
+# quantized files --------------------------------------------------------------------------------------------
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # OCP Microscaling Formats 1.0, section 5.3.3
+
+
+def mxfp4(name, w):
+    """Random tensors of gpt-oss as published. transformers decodes the same bytes; two by hand."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    blocks = torch.randint(256, (*w.mT.shape[:2], w.shape[1] // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 126, blocks.shape[:3], dtype=torch.uint8)
+    w.copy_(convert_moe_packed_tensors(blocks, scales))
+    byte, scale = blocks[1, 2, 0, 5].item(), scales[1, 2, 0].item()
+    assert w[1, 10:12, 2].tolist() == [E2M1[n & 7] * (-1) ** (n >> 3) * 2.0 ** (scale - 127)
+                                       for n in (byte & 15, byte >> 4)]
+    return {f'{name}_blocks': blocks, f'{name}_scales': scales}
+
+
+def fp8(name, w, block=128):
+    """DeepSeek-V3 as published: one scale per 128 x 128 weights, also at ragged ends."""
+    eights = w.to(torch.float8_e4m3fn)
+    scale = torch.rand([-(-n // block) for n in w.shape]) + 0.5
+    for i in range(0, w.shape[0], block):
+        for j in range(0, w.shape[1], block):
+            w[i:i + block, j:j + block] = (eights[i:i + block, j:j + block].float()
+                                           * scale[i // block, j // block]).bfloat16()
+    return {name: eights, f'{name}_scale_inv': scale}
+
+
+def fp8_per_tensor(name, w):
+    """Ministral 3 as published."""
+    parts = fp8(name, w, 999)
+    return {name: parts[name], f'{name}_scale_inv': parts[f'{name}_scale_inv'].view(()),
+            name.replace('weight', 'activation_scale'): torch.tensor(0.1)}
+
+
+@pytest.mark.parametrize('kind, encode, c', [
+    ('gpt_oss', mxfp4, {'quant_method': 'mxfp4'}), ('qwen3', fp8_per_tensor, {'quant_method': 'fp8'}),
+    ('qwen3', fp8, {'quant_method': 'fp8', 'weight_block_size': [128, 128]})])
+@torch.no_grad()
+def test_published_8_and_4_bits_are_read(kind, encode, c, tmp_path):
+    theirs = hf_model(kind, dict(hidden_size=160, intermediate_size=288, head_dim=32), tmp_path)
+    path, idx = tmp_path / 'model.safetensors', torch.randint(61, (2, 24))
+    stored = safetensors.load_file(path)
+    for name, w in theirs.named_parameters():
+        if name.endswith(('proj', 'proj.weight')) and w.ndim == 2 + (kind == 'gpt_oss'):
+            del stored[name]
+            stored |= encode(name, w)
+    safetensors.save_file(stored, path)
+    (tmp_path / 'config.json').write_text(json.dumps(read_config(tmp_path) | {'quantization_config': c}))
+    near(hub.from_pretrained(tmp_path, dtype=torch.float32)(idx), theirs(idx).logits)
+
+
+def test_other_quantized_files_are_refused(tmp_path):
+    """NVIDIA's files without quantization_config in config.json."""
+    hub.save_pretrained(tiny(qk_norm=False), None, tmp_path)
+    path = tmp_path / 'model.safetensors'
+    state = safetensors.load_file(path)
+    name = 'model.layers.0.self_attn.o_proj.weight'
+    state |= {name: torch.zeros(32, 16, dtype=torch.uint8), f'{name}_scale': torch.ones(32, 2)}
+    safetensors.save_file(state, path)
+    with pytest.raises(ValueError, match=r'has quantized weights \(U8\), which are not supported'):
+        hub.from_pretrained(tmp_path)
 
 
 # exports ----------------------------------------------------------------------------------------------------

@@ -3,14 +3,16 @@ The published model families. Call `add` to add one.
 """
 import collections
 import fnmatch
+import inspect
 import itertools
+import json
 import re
 import typing
 
 import torch
 
 from configurator import ROOT, declared, unmet
-from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
+from model import LOCAL, ROPE_SCALINGS, GPTConfig, complete_scaling, letter, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -18,7 +20,8 @@ class Family(typing.NamedTuple):
     """How transformers stores one model_type.
 
     To add a family, change a similar one. If new names are not enough, use a Rule for a field, and `rows`
-    or `layouts` for a tensor. A field of config.json that no table mentions raises an error.
+    or `layouts` for a tensor. A field of config.json that no table mentions raises an error if transformers
+    reads it and its value is not the default. So run `python .ci/defaults.py` after you add a family.
     """
     arch: str                   # the class in transformers
     fields: dict                # GPTConfig's field: config.json's fields; the first one found counts
@@ -27,7 +30,6 @@ class Family(typing.NamedTuple):
     #                             config. Names divide the rows in order. E is an expert's number.
     #                             'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
-    required: dict = {}         # the only supported values of config.json's fields
     rules: tuple = ()
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each
     #                             fused projection) -> our row numbers for each stored tensor
@@ -39,7 +41,7 @@ class Family(typing.NamedTuple):
 
 class Rule(typing.NamedTuple):
     """Fields of config.json that need more than a name."""
-    defaults: dict              # field: default value
+    names: str                  # the fields; None if config.json and its family have no value
     read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields): sets fields
     write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json): sets config.json
 
@@ -163,10 +165,10 @@ def rows_mamba_convolution(config, rows):
 
 # rules ------------------------------------------------------------------------------------------------------
 
-def converted(ours, theirs, read, write, default):
+def converted(ours, theirs, read, write):
     """The Rule of a field. read: (config.json's value, GPTConfig's fields) -> our value; write:
     GPTConfig -> config.json's value."""
-    return Rule({theirs: default}, lambda c, args: args.update({ours: read(c[theirs], args)}),
+    return Rule(theirs, lambda c, args: c[theirs] is None or args.update({ours: read(c[theirs], args)}),
                 lambda config, c: c.update({theirs: write(config)}))
 
 
@@ -178,7 +180,7 @@ def width_of_shared(config):
 def shared_width(theirs):
     """The Rule of the total width of all shared experts."""
     return converted('n_shared_expert', theirs, lambda width, args: width and width // args['d_expert'],
-                     width_of_shared, 0)
+                     width_of_shared)
 
 
 def scale(config):
@@ -198,22 +200,32 @@ def worded(pattern, theirs, words):
     def read(c, args):
         if c[theirs]:
             args[pattern] = ''.join(ours.get(word, '?') for word in c[theirs])
-    return Rule({theirs: None}, read, lambda config, c: c.update(
+    return Rule(theirs, read, lambda config, c: c.update(
         {theirs: [words.get(one) for one in letters(config, pattern)]}))
 
 
 def listed(pattern, theirs, marked, others):
     """The Rule of a list of the layers with letter `marked`. Other layers have letter `others`."""
     def read(c, args):
-        if c[theirs]:
+        if c[theirs] is not None:
             args[pattern] = ''.join(marked if i in c[theirs] else others for i in range(args['n_layer']))
-    return Rule({theirs: None}, read, lambda config, c: c.update(
+    return Rule(theirs, read, lambda config, c: c.update(
         {theirs: [i for i, one in enumerate(letters(config, pattern)) if one == marked]}))
 
 
-def every(pattern, theirs, usual, other, default):
+def only(theirs, allowed):
+    """The Rule of a field with few supported values. allowed: GPTConfig's fields -> these values."""
+    return Rule(theirs, lambda c, args: c[theirs] in allowed(args) or refuse(c, **{theirs: c[theirs]}))
+
+
+def every(pattern, theirs, usual, other):
     """The Rule for a field with a number n: every n-th layer has the letter `other`."""
-    return Rule({theirs: default}, lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))
+    return Rule(theirs, lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))
+
+
+def read_gpt_neo(c, args):
+    types = c['attention_types'] or [(('global', 'local'), 12)]
+    args['window_pattern'] = ''.join('LS'[word == 'local'] for words, n in types for word in words * n)
 
 
 def read_falcon(c, args):
@@ -235,8 +247,7 @@ def write_falcon(config, c):
 
 
 def write_mpt(config, c):
-    nested = 'alibi', 'alibi_bias_max', 'attn_type', 'softmax_scale'
-    c['attn_config'] = {name: c.pop(name) for name in nested}
+    c['attn_config'] = {'softmax_scale': c.pop('softmax_scale')}
 
 
 def write_latent(config, c):
@@ -282,11 +293,6 @@ def read_kimi_linear(c, args):
                     linear_conv_kernel_dim=linear['short_conv_kernel_size'])
 
 
-def check_mamba(c, args):
-    if c['time_step_limit'] not in (None, [0, float('inf')], [0, {'__float__': 'Infinity'}]):
-        refuse(c, time_step_limit=c['time_step_limit'])
-
-
 def read_granite_hybrid(c, args):
     if c['position_embedding_type'] != 'rope':
         args['pos'] = 'none'
@@ -303,13 +309,14 @@ def write_granite_hybrid(config, c):
 
 
 NEMOTRON_LAYERS = {  # words, or letters in older files: our letters
-    'M': 'B', '*': 'A', '-': 'D', 'E': 'E', 'linear_attention': 'B', 'full_attention': 'A', 'mlp': 'D',
-    'moe': 'E'}
+    'M': 'B', '*': 'A', '-': 'D', 'E': 'E', 'mamba': 'B', 'attention': 'A', 'linear_attention': 'B',
+    'full_attention': 'A', 'mlp': 'D', 'moe': 'E'}
 
 
 def read_nemotron_h(c, args):
     """Two layers of Nemotron-H, a mixer and an MLP, become one block."""
-    kinds = ''.join(NEMOTRON_LAYERS[one] for one in c['layers_block_type'] or c['hybrid_override_pattern'])
+    words = c['layers_block_type'] or c['layer_types'] or c['hybrid_override_pattern'] or 'ME*-'
+    kinds = ''.join(NEMOTRON_LAYERS[one] for one in words)
     blocks = re.findall('([AB])([DE]?)', kinds)
     if 'E' not in kinds:
         args['n_expert'] = None
@@ -358,7 +365,7 @@ def write_gemma4(config, c):
     local = vars(config.at(0))
     c.update(global_head_dim=config.head_dim, num_global_key_value_heads=config.n_kv_head,
              head_dim=local['head_dim'], num_key_value_heads=local['n_kv_head'],
-             enable_moe_block=bool(config.n_expert))
+             enable_moe_block=bool(config.n_expert), hidden_size_per_layer_input=0)
     if config.n_expert:
         c['intermediate_size'] = width_of_shared(config)
 
@@ -373,8 +380,6 @@ def read_rotary_dim(c, args):
 
 
 def write_rotary_dim(config, c):
-    for name in [name for name in c if name.startswith('rope_')]:
-        del c[name]
     c['rotary_dim'] = config.rope_dim
 
 
@@ -389,9 +394,8 @@ def write_rope_where_short(config, c):
 
 def read_ministral3(c, args):
     scaling = args['rope_scaling']
-    scaling.pop('max_position_embeddings', None)
     args.pop('partial_rotary_factor', None)
-    args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
+    args['query_scale'] = dict(beta=c['rope_parameters']['llama_4_scaling_beta'],
                                length=scaling['original_max_position_embeddings'])
 
 
@@ -412,12 +416,12 @@ def write_layer_rope(config, c):
 
 def read_hunyuan(c, args):
     """Replaces a dynamic scaling with alpha by a larger base."""
-    if isinstance(c.get('moe_topk'), list):  # one number per layer
-        args['n_expert_active'], = {*c['moe_topk']}
-    scaling = args['rope_scaling'] or {}
+    if isinstance(args.get('n_expert_active'), list):  # one number per layer
+        args['n_expert_active'], = {*args['n_expert_active']}
     width = head_width(args)
-    if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
-        args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
+    alpha = c['rope_parameters'].get('alpha')
+    if alpha and args['rope_scaling']['rope_type'] == 'dynamic':
+        args['rope_base'] *= alpha ** (width / (width - 2))
         args['rope_scaling'] = None
 
 
@@ -428,16 +432,16 @@ def read_minimind(c, args):
         args['n_expert'] = 0
 
 
-NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N', 4),
+NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N'),
            worded('pos_pattern', 'no_rope_layers', dict(P=1, N=0)))
 MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(D='dense', E='sparse'))
 DENSE_LAYERS = listed('expert_pattern', 'mlp_only_layers', 'D', 'E')
-LENGTH_SCALE = Rule({}, read_ministral3, write_ministral3)
+LENGTH_SCALE = Rule('', read_ministral3, write_ministral3)
 LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
-                           lambda config: 1 / config.logit_scale, 1.0)
+                           lambda config: 1 / config.logit_scale)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
-LOCAL_ROPE = Rule({}, read_rope_where_short)
-ROPE_WHERE_SHORT = Rule({}, read_rope_where_short, write_rope_where_short)
+LOCAL_ROPE = Rule('', read_rope_where_short)
+ROPE_WHERE_SHORT = Rule('', read_rope_where_short, write_rope_where_short)
 
 
 # the table --------------------------------------------------------------------------------------------------
@@ -470,7 +474,7 @@ add('mistral', BASE, 'MistralForCausalLM', layers='S', fields=NO_BIAS)
 add('qwen2', 'mistral', 'Qwen2ForCausalLM', fixed=dict(qkv_bias=True), layers='SL')
 add('qwen3', BASE, 'Qwen3ForCausalLM', fixed=dict(qk_norm=True), layers='SL')
 add(
-    'olmo2', BASE, 'Olmo2ForCausalLM', fields=dict(head_dim=None),
+    'olmo2', BASE, 'Olmo2ForCausalLM',
     fixed=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
@@ -497,9 +501,8 @@ PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
 add(
     'qwen3_next', 'qwen3_moe', 'Qwen3NextForCausalLM', layers='DDDL', fields=dict(
         same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
-        linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads'),
+        linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads', mlp=None),
     fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
-    required=dict(hidden_act='silu'),
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
            'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
@@ -516,29 +519,30 @@ add(
 DEEPSEEK_EXPERTS = like(
     BASE,
     fields=dict(n_shared_expert='n_shared_experts',
-                n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
-                d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
+                n_expert='n_routed_experts num_local_experts num_experts',
+                n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
+                n_dense_layer='first_k_dense_replace',
                 **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
-    fixed=dict(router='sigmoid', balance_bias=True),
-    required=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'))
+    fixed=dict(router='sigmoid', balance_bias=True))
 LATENT = dict(
     fixed=dict(latent_norm_eps=1e-6),
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
-    required=dict(rope_interleave=True),
+    harmless='head_dim num_key_value_heads qk_head_dim',
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
     rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
-WRITE_LATENT = Rule({}, write=write_latent)
+WRITE_LATENT = Rule('', write=write_latent)
 add('deepseek_v3', like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
 add('youtu', like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
 add(
-    'deepseek_v32', 'deepseek_v3', 'DeepseekV32ForCausalLM', exports=False, harmless='index*',
-    rules=(MLP_TYPES, Rule({}, read_indexer)))
-TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
-                    n_group=None, topk_group=None)
+    'deepseek_v32', 'deepseek_v3', 'DeepseekV32ForCausalLM', exports=False,
+    harmless=f"index* {LATENT['harmless']}",
+    rules=(MLP_TYPES, Rule('', read_indexer)))
+TOKEN_CHOICE = dict(n_expert='num_experts num_local_experts', n_shared_expert='num_shared_experts',
+                    norm_topk_prob=None, n_group=None, topk_group=None)
 add(
     'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM',
     fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
@@ -547,7 +551,7 @@ add('bloom', Family(
     fields=dict(same('vocab_size tie_word_embeddings'), block_size='seq_length',
                 n_layer='n_layer num_hidden_layers', n_head='n_head num_attention_heads',
                 n_embd='hidden_size n_embed', norm_eps='layer_norm_epsilon'),
-    fixed=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
+    fixed=dict(block_size=2048, norm='layernorm', bias=True, qk_norm=False, pos='alibi',
                mlp='gelu_tanh', embed_norm=True),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
            'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
@@ -560,43 +564,41 @@ add(
     fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
                 n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv',
                 d_ff='ffn_hidden_size', mlp='activation'),
-    fixed=dict(norm_bias=True, pos='rope', mlp='gelu', embed_norm=False),
+    fixed=dict(norm_bias=True, pos='rope', embed_norm=False),
     names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
            'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
                                    else 'post_attention_layernorm')},
-    rules=(Rule(dict(alibi=False, multi_query=True, parallel_attn=True, new_decoder_architecture=False,
-                     num_ln_in_parallel_attn=None),
+    rules=(Rule('alibi multi_query parallel_attn new_decoder_architecture num_ln_in_parallel_attn',
                 read_falcon, write_falcon),))
 
 GPT = like(  # without GPT-2's transposed weights
     FAMILIES['bloom'], 'GPT2LMHeadModel', rows={'attn.c_attn': None},
-    fixed=dict(pos='learned', embed_norm=False), required=dict(scale_attn_weights=True),
-    fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
+    fixed=dict(pos='learned', embed_norm=False),
+    fields=dict(block_size='n_positions max_position_embeddings', n_embd='n_embd hidden_size',
+                d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
            'mlp.c_proj': 'mlp.c_proj'})
 
 
-GEMMA = Rule({}, read_gemma)
+GEMMA = Rule('', read_gemma)
 add(
     'gemma2', BASE, 'Gemma2ForCausalLM', layers='SL',
     fields=dict(mlp=None,  # transformers ignores hidden_act
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
-    required=dict(hidden_activation='gelu_pytorch_tanh'),
     fixed=dict(norm_placement='sandwich', mlp='geglu_tanh'),
     names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
     rules=(GEMMA, converted(
         'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
-        lambda config: round(scale(config) ** -2), 256)))
+        lambda config: round(scale(config) ** -2))))
 add(
-    'gemma4_text', 'gemma2', 'Gemma4ForCausalLM', layouts=dict.fromkeys(PLUS_ONE_NORMS),
+    'gemma4_text', 'gemma2', 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
+    harmless='use_double_wide_mlp vocab_size_per_layer_input',  # the supported sizes have no such layers
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
                 n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
     fixed=dict(qk_norm=True, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
                expert_norms=True),
-    required=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0,
-                  use_bidirectional_attention='vision'),
     names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
            'mlp.expert_scale': 'router.per_expert_scale', 'mlp.ln_in': 'pre_feedforward_layernorm_2',
            'mlp.ln_out': 'post_feedforward_layernorm_2', 'mlp.ln_shared_in': 'pre_feedforward_layernorm',
@@ -604,8 +606,10 @@ add(
            'mlp.shared.c_fc': 'mlp.gate_proj mlp.up_proj', 'mlp.shared.c_proj': 'mlp.down_proj',
            'mlp.experts.c_fc.weight': 'experts.gate_up_proj',
            'mlp.experts.c_proj.weight': 'experts.down_proj'},
-    rules=(GEMMA, Rule(dict(per_layer_config=None, global_head_dim=512, num_global_key_value_heads=None,
-                            enable_moe_block=False), read_gemma4, write_gemma4)))
+    rules=(GEMMA, only('use_bidirectional_attention', lambda args: (None, 'vision')),
+           only('hidden_size_per_layer_input', lambda args: (None, 0)),
+           Rule('per_layer_config global_head_dim num_global_key_value_heads enable_moe_block',
+                read_gemma4, write_gemma4)))
 INTERLEAVED = {'attn.c_attn': rows_interleaved}
 add(
     'gptj', GPT, 'GPTJForCausalLM',
@@ -613,8 +617,8 @@ add(
     names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
            'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
     rows=INTERLEAVED,
-    rules=(Rule(dict(rotary_dim=64), read_rotary_dim, write_rotary_dim),))
-LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
+    rules=(Rule('rotary_dim', read_rotary_dim, write_rotary_dim),))
+LAYERNORM = dict(norm='layernorm', norm_bias=True)
 
 add(
     'glm', BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
@@ -631,22 +635,19 @@ add(
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
 WINDOWS_AND_SINKS = dict(layers='LSSS', fixed=dict(attn_sink=True))
-LAYER_ROPE = Rule(dict(layer_rope_theta=None), read_layer_rope, write_layer_rope)
+LAYER_ROPE = Rule('layer_rope_theta', read_layer_rope, write_layer_rope)
 add(
     'hunyuan_v1_dense', BASE, 'HunYuanDenseV1ForCausalLM',
-    fixed=dict(qk_norm='rotated'), required=dict(norm_type='rms', use_qk_norm=True),
+    fixed=dict(qk_norm='rotated'),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
-    harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
-             'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type use_mixed_mlp_moe '
-             'use_rotary_pos_emb vit_*',
-    rules=(Rule({}, read_hunyuan),))
+    rules=(Rule('', read_hunyuan),))
 add(
     'cohere', BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps', logit_scale='logit_scale'),
     rows=INTERLEAVED,
     fixed=dict(norm='layernorm', norm_placement='parallel'))
 add('arcee', 'llama', 'ArceeForCausalLM', names={'mlp.c_fc': 'mlp.up_proj'})
 add(
-    'lfm2', BASE, 'Lfm2ForCausalLM', layers='CL', required=dict(conv_bias=False),
+    'lfm2', BASE, 'Lfm2ForCausalLM', layers='L' * 999 + 'C',
     fields=dict(NO_BIAS, norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
                 linear_conv_kernel_dim='conv_L_cache'),
     fixed=dict(qk_norm=True),
@@ -656,9 +657,10 @@ add(
            'C.attn.c_attn': 'conv.in_proj', 'C.attn.c_proj': 'conv.out_proj',
            'mlp.c_fc': 'feed_forward.w1 feed_forward.w3',
            'mlp.c_proj': 'feed_forward.w2'},
-    rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256),
+    rules=(Rule('block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of',
                 read_lfm2, write_lfm2), listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')))
-TIME_STEPS = Rule(dict(time_step_limit=None), check_mamba)
+TIME_STEPS = only('time_step_limit', lambda args: (
+    None, [0, float('inf')], [0, 1e308], [0, {'__float__': 'Infinity'}]))
 MAMBA = dict(
     names={'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
            'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
@@ -666,14 +668,14 @@ MAMBA = dict(
            'B.attn.c_proj': 'mamba.out_proj'},
     rows={'B.attn.c_attn': ordered('cbxzd', 'zxbcd'), 'attn.conv': rows_mamba_convolution,
           'attn.conv_bias': rows_mamba_convolution},
-    required=dict(mamba_proj_bias=False),
+    harmless='mamba_d_head',
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
                 linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
                 linear_conv_bias='mamba_conv_bias'),
     rules=(converted(
         'linear_value_head_dim', 'mamba_expand',
         lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
-        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2),
+        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd),
         TIME_STEPS))
 add(
     'bamba', like(FAMILIES['llama'], **MAMBA), 'BambaForCausalLM',
@@ -682,12 +684,11 @@ add(
            'ln_f': 'model.final_layernorm'},
     rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A', 'B')))
 add(
-    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM',
-    fixed=dict(router='softmax', balance_bias=None),
-    required=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
-    rules=(WRITE_LATENT, Rule(dict(topk_method=None), write=write_deepseek_v2)))
+    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=None),
+    fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
+    rules=(WRITE_LATENT, Rule('topk_method', write=write_deepseek_v2)))
 add(
-    'gpt_neox', 'bloom', 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
+    'gpt_neox', 'bloom', 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.', harmless='head_dim',
     fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
             'norm_eps': 'layer_norm_eps'},
     fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
@@ -695,30 +696,26 @@ add(
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
     rules=(converted('norm_placement', 'use_parallel_residual',
                      lambda given, args: 'parallel_2' if given else 'pre',
-                     lambda config: config.norm_placement == 'parallel_2', True),
-           Rule({}, write=lambda config, c: c.update(
+                     lambda config: config.norm_placement == 'parallel_2'),
+           Rule('', write=lambda config, c: c.update(
                rotary_emb_base=config.rope_base, rotary_pct=config.partial_rotary_factor))))
 add('gpt2', GPT, layouts=dict.fromkeys(
     ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight'), TRANSPOSED))
 add(
     'mpt', 'bloom', 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
-    fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
+    fields=dict(block_size='max_seq_len', n_layer='n_layers num_hidden_layers', n_embd='d_model hidden_size',
+                n_head='n_heads num_attention_heads',
                 attn_scale='softmax_scale'),
     fixed=dict(bias=False, mlp='gelu', embed_norm=False),
-    required=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
-                  norm_type='low_precision_layernorm', attn_type='multihead_attention'),
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
-    rules=(Rule({}, write=write_mpt),))
+    rules=(Rule('', write=write_mpt),))
 add('olmo3', 'olmo2', 'Olmo3ForCausalLM', layers='SSSL', fixed=dict(local={}))
 add(
     'gemma3_text', 'gemma2', 'Gemma3ForCausalLM', layers='SSSSSL',
-    fixed=dict(qk_norm=True, rope_base=1e6, local={'rope_base': 1e4}),
-    required=dict(use_bidirectional_attention=False),
-    rules=(*FAMILIES['gemma2'].rules, Rule(dict(  # published files lack these
-        vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
-        sliding_window=4096, max_position_embeddings=131072))))
+    fixed=dict(qk_norm=True, local={}),
+    rules=FAMILIES['gemma2'].rules)
 add('gemma4_unified_text', 'gemma4_text', 'Gemma4UnifiedForCausalLM')
 add(
     'lfm2_moe', 'lfm2', 'Lfm2MoeForCausalLM', rules=(), fields=dict(
@@ -729,53 +726,51 @@ add(
            'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
            'mlp.experts.c_proj': 'feed_forward.experts.E.w2'})
 add(
-    'lfm3', 'lfm2', 'Lfm3ForCausalLM', layers='CLS', rules=(),
+    'lfm3', 'lfm2', 'Lfm3ForCausalLM', layers='C' + 'CLCS' * 99, rules=(),
     fixed=dict(norm_placement='sandwich', attn_gate='head', local={}),
-    required=dict(use_sandwich_norm=True, use_attention_gate=True),
     fields=dict(d_ff='intermediate_size'),
     names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
            'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_operator_norm', 'ln_3': 'ffn_norm',
            'ln_4': 'post_ffn_norm'})
 add(
-    'granitemoehybrid', like(FAMILIES['granitemoe'], **MAMBA), 'GraniteMoeHybridForCausalLM', layers='BL',
-    fields=dict(mlp=None, d_ff=None), required=dict(normalization_function='rmsnorm', hidden_act='silu'),
+    'granitemoehybrid', like(FAMILIES['granitemoe'], **MAMBA), 'GraniteMoeHybridForCausalLM',
+    layers='B' * 999 + 'L', fields=dict(mlp=None, d_ff=None),
     names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
            'mlp.c_proj': 'shared_mlp.output_linear'},
     rules=(*MAMBA['rules'], LOGITS_SCALING,
-           Rule(dict(position_embedding_type=None, shared_intermediate_size=1024),
+           Rule('position_embedding_type shared_intermediate_size',
                 read_granite_hybrid, write_granite_hybrid)))
 add(
     'nemotron_h', 'bamba', 'NemotronHForCausalLM', layer=nemotron_layer,
     fields=dict(NO_BIAS, mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon',
-                tie_word_embeddings=None, n_expert='n_routed_experts',
+                tie_word_embeddings=None, n_expert='n_routed_experts num_local_experts',
                 n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
                 linear_n_key_head='n_groups',
                 **same('norm_topk_prob routed_scaling_factor n_group topk_group'),
                 linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
                 linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                 linear_conv_bias='use_conv_bias'),
-    fixed=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
+    fixed=dict(n_layer=0, pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
                tie_word_embeddings=False),
-    required=dict(use_bias=False, mamba_hidden_act='silu'),
-    harmless='attention_bias n_shared_experts topk_method expand',
+    harmless='attention_bias expand moe_shared_expert_overlap n_shared_experts num_hidden_layers',
     names={**renamed('bamba', 'mamba|self_attn|mlp|feed_forward', 'mixer'),
            'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
            'mlp.c_fc': 'mixer.up_proj',
            'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
            'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
-    rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, num_hidden_layers=0),
+    rules=(Rule('layers_block_type layer_types hybrid_override_pattern num_hidden_layers',
                 read_nemotron_h, write_nemotron_h), TIME_STEPS,
            shared_width('moe_shared_expert_intermediate_size')))
 add(
-    'kimi_linear', 'deepseek_v3', 'KimiLinearForCausalLM', layers='KKKM',
-    fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
-                n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
-                n_group='num_expert_group', norm_topk_prob='moe_renormalize',
+    'kimi_linear', 'deepseek_v3', 'KimiLinearForCausalLM', layers='K' + 'KKKM' * 99,
+    fields=dict(block_size='model_max_length max_position_embeddings',
+                n_expert='num_experts num_local_experts',
+                n_expert_active='num_experts_per_token num_experts_per_tok',
+                n_shared_expert='num_shared_experts n_shared_experts', n_group='num_expert_group n_group',
+                norm_topk_prob='moe_renormalize norm_topk_prob',
                 linear_n_key_head='linear_num_heads', linear_key_head_dim='linear_head_dim',
                 linear_conv_kernel_dim='linear_conv_kernel_dim'),
     fixed=dict(pos='none'),
-    required=dict(mla_use_nope=True, use_grouped_topk=True,
-                  moe_router_activation_func='sigmoid'),
     names={**renamed('deepseek_v3', 'mlp', 'block_sparse_moe'),
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
            'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
@@ -787,10 +782,10 @@ add(
            'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
     rows={'attn.c_attn': None, 'attn.conv': rows_convolution},
     layouts={'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
-    rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear)))
+    rules=(WRITE_LATENT, MLP_TYPES, Rule('linear_attn_config', read_kimi_linear)))
 add(
     'phi', BASE, 'PhiForCausalLM',
-    fields=dict(NO_BIAS, norm_eps='layer_norm_eps', head_dim=None),
+    fields=dict(NO_BIAS, norm_eps='layer_norm_eps'),
     fixed=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                partial_rotary_factor=0.5),
     names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
@@ -798,7 +793,6 @@ add(
 add('smollm3', 'llama', 'SmolLM3ForCausalLM', layers='SL', rules=NO_ROPE)
 add(
     'gpt_oss', BASE, 'GptOssForCausalLM', layers='SL',
-    required=dict(swiglu_alpha=1.702, hidden_act='silu'),
     fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit'),
     fixed=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True),
     names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router',
@@ -807,8 +801,9 @@ add(
     rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS)
 add(
     'minimind', 'qwen3_moe', 'MiniMindForCausalLM', exports=False,  # transformers lacks it
-    harmless='n_shared_experts scoring_func',
-    rules=(Rule(dict(use_moe=False, n_routed_experts=None), read_minimind),))
+    harmless='decoder_sparse_step flash_attn head_dim inference_rope_* n_shared_experts num_key_value_heads '
+             'scoring_func',
+    rules=(Rule('use_moe n_routed_experts', read_minimind),))
 add(
     'qwen2_moe', 'qwen2', 'Qwen2MoeForCausalLM', layers='L',
     fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
@@ -819,7 +814,7 @@ add('qwen3_5_text', 'qwen3_5_moe_text', 'Qwen3_5ForCausalLM', fixed=dict(shared_
 add(
     'gemma', 'gemma2', 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
     fields=dict(attn_softcap=None, logit_softcap=None),
-    rules=(GEMMA,))
+    rules=(GEMMA, only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))))  # both mean the latter
 add('vaultgemma', 'gemma2', 'VaultGemmaForCausalLM', fixed=dict(norm_placement='pre'),
     names={'ln_2': 'pre_feedforward_layernorm'})
 add(
@@ -831,13 +826,12 @@ add(
            'ln_4': 'post_mlp_layernorm'})
 add(
     'hyperclovax', 'granite', 'HyperCLOVAXForCausalLM',
-    required=dict(use_post_norm=True, residual_multiplier=1.0),
     fixed=dict(norm_placement='sandwich'), rules=(),
-    fields=dict(logit_scale='logits_scaling'),
+    fields=dict(logit_scale='logits_scaling', residual_scale=None),
     names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'})
 add(
     'cohere2', 'cohere', 'Cohere2ForCausalLM', layers='SSSL',
-    required=dict(position_embedding_type='rope_gptj'), rules=(ROPE_WHERE_SHORT,))
+    rules=(ROPE_WHERE_SHORT,))
 add(
     'exaone4', 'mistral', 'Exaone4ForCausalLM', layers='SSSL',
     fixed=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
@@ -848,25 +842,25 @@ add('helium', 'llama', 'HeliumForCausalLM', fields=dict(proj_bias=None),
 add('seed_oss', 'llama', 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'))
 add('internlm3', 'llama')
 add('iquestcoder', 'llama', exports=False)  # transformers lacks it
-add('ministral', 'mistral', 'MinistralForCausalLM', layers='SL')
+add('ministral', 'mistral', 'MinistralForCausalLM', layers='S' * 999 + 'L')
 add('ministral3', 'mistral', 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,))
 add(
     'mistral4', 'deepseek_v3', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM lacks it
     fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
-    required=dict(scoring_func='softmax'),
     rules=(LENGTH_SCALE,))
 add(
     'minicpm3', 'youtu', 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
-    required=dict(rope_interleave=None), rows=dict.fromkeys(LATENT['rows']),
-    rules=(WRITE_LATENT, converted(
+    rows=dict.fromkeys(LATENT['rows']),
+    rules=(WRITE_LATENT, Rule('', lambda c, args: args.setdefault('v_head_dim', head_width(args))), converted(
         'residual_scale', 'scale_depth', lambda given, args: given / args['n_layer'] ** 0.5,
-        lambda config: config.residual_scale * config.n_layer ** 0.5, 1.4), converted(
+        lambda config: config.residual_scale * config.n_layer ** 0.5), converted(
         'logit_scale', 'dim_model_base', lambda given, args: given / args['n_embd'],
-        lambda config: round(config.logit_scale * config.n_embd), 256)))
-add('mellum', 'qwen3_moe', 'MellumForCausalLM', layers='SL', fixed=dict(local={}), rules=(MLP_TYPES,))
+        lambda config: round(config.logit_scale * config.n_embd))))
+add('mellum', 'qwen3_moe', 'MellumForCausalLM', layers='L' * 999 + 'S', fixed=dict(local={}),
+    rules=(MLP_TYPES,))
 add(
-    'flint', 'qwen3_moe', 'FlintForCausalLM', layers='SL',
-    fixed=dict(attn_sink=True, router='sigmoid'),
+    'flint', 'qwen3_moe', 'FlintForCausalLM', layers='?' * 999 + 'SL',  # no pattern by default
+    fixed=dict(n_dense_layer=2, attn_sink=True, router='sigmoid'),
     names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
     rules=(DENSE_LAYERS, SHARED_EXPERT, LOCAL_ROPE))
 add('granite_swa', 'granite', 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
@@ -879,15 +873,14 @@ add(
     rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size')))
 add(
     'cwm', 'mistral', 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias'),
-    rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),))
+    rules=(Rule('', write=lambda config, c: c.pop('bos_token_id')),))
 add(
     'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
     fixed=LAYERNORM,
-    harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
     names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'})
 add(
     'stablelm', 'mistral', 'StableLmForCausalLM', layers='L',
-    fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps', head_dim=None),
+    fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps'),
     fixed=dict(LAYERNORM, partial_rotary_factor=0.25))
 add(
     'nemotron', 'arcee', 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
@@ -895,7 +888,7 @@ add(
     layouts=PLUS_ONE_NORMS)
 add('jais2', 'arcee', 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'), fixed=LAYERNORM)
 add(
-    'apertus', 'arcee', 'ApertusForCausalLM', required=dict(qk_norm=True),
+    'apertus', 'arcee', 'ApertusForCausalLM',
     exports=False,
     fixed=dict(qk_norm=True),
     names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
@@ -909,35 +902,35 @@ add(
     names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped})
 add(
     'opt', 'mistral', 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
-    required=dict(do_layer_norm_before=True),
     fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
                 bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
                 norm_bias='layer_norm_elementwise_affine'),
-    fixed=dict(LAYERNORM, pos='learned'),
+    fixed=dict(LAYERNORM, norm_eps=1e-5, pos='learned'),
     names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
            'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
            'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
            'mlp.c_proj': 'fc2'},
-    layouts={'wpe.weight': AFTER_TWO})
+    layouts={'wpe.weight': AFTER_TWO},
+    rules=(only('word_embed_proj_dim', lambda args: (None, args['n_embd'])),))
 add('codegen', 'gptj', 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
     rows={'attn.c_attn': rows_codegen})
 add(
     'gpt_neo', GPT, 'GPTNeoForCausalLM', exports=False,
-    fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
-                n_embd='hidden_size', d_ff='intermediate_size', window='window_size'),
+    fields=dict(block_size='max_position_embeddings', n_layer='num_layers num_hidden_layers',
+                n_head='num_heads num_attention_heads', n_embd='hidden_size', d_ff='intermediate_size',
+                window='window_size'),
     fixed=dict(qkv_bias=False, attn_scale=1.0),
     names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
            'attn.c_proj': 'attn.attention.out_proj'},
-    rules=(worded('window_pattern', 'attention_layers', dict(L='global', S='local')),))
-add('gpt_bigcode', GPT, 'GPTBigCodeForCausalLM', fixed=dict(n_kv_head=1), required=dict(multi_query=True))
+    rules=(Rule('attention_types', read_gpt_neo),))
+add('gpt_bigcode', GPT, 'GPTBigCodeForCausalLM', fixed=dict(n_kv_head=1))
 add(
     'glm4_moe', DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
     fixed=dict(partial_rotary_factor=0.5))
 add('solar_open', DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=None, n_dense_layer=None))
 add(
     'dots1', DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
-    fixed=dict(qk_norm=True), required=dict(scoring_func=None),
-    harmless='scoring_func')
+    fixed=dict(qk_norm=True))
 add(
     'exaone_moe', DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
     fields=dict(NO_BIAS, n_expert='num_experts', n_shared_expert='num_shared_experts'),
@@ -948,45 +941,46 @@ add(
     'afmoe', DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
     fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
                 **NO_BIAS),
-    required=dict(score_func='sigmoid', route_norm=True),
-    harmless='n_group topk_group',
     fixed=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
     names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
            'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
     rules=(LOCAL_ROPE, converted(
         'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
-        lambda config: config.embed_scale != 1, False)))
+        lambda config: config.embed_scale != 1)))
 add(
     'hy_v3', DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
     fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
-    harmless='n_group topk_group',
-    fixed=dict(qk_norm=True),
+    harmless='enable_moe_fp32_combine',
+    fixed=dict(qk_norm=True, n_dense_layer=1),
     names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
     rules=(MLP_TYPES,))
 add(
     'minimax_m2', 'mixtral', 'MiniMaxM2ForCausalLM', layers='L',
     fixed=dict(qk_norm='whole', router='sigmoid', balance_bias=True,
                partial_rotary_factor=1.0),
-    required=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
-                  use_routing_bias=True),
     names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
-    rules=(Rule(dict(rotary_dim=None), read_rotary_dim),))
+    rules=(Rule('rotary_dim', read_rotary_dim),))
 add(
     'ernie4_5_moe', 'mistral', 'Ernie4_5_MoeForCausalLM', layers='L',
-    fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
-                n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
+    fields=dict(n_expert='moe_num_experts num_experts', n_expert_active='moe_k num_experts_per_tok',
+                d_expert='moe_intermediate_size', n_shared_expert='moe_num_shared_experts',
+                n_dense_layer='moe_layer_start_index'),
     fixed=dict(balance_bias=True),
-    required=dict(moe_layer_interval=1),
+    harmless='moe_norm_min',
+    rules=(only('moe_layer_end_index', lambda args: (None, -1, args['n_layer'] - 1)),),
     names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
     rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW})
-add('glm4_moe_lite', 'deepseek_v3', 'Glm4MoeLiteForCausalLM', rules=(WRITE_LATENT, MLP_TYPES))
+add(
+    'glm4_moe_lite', 'deepseek_v3', 'Glm4MoeLiteForCausalLM',
+    fields=dict(qk_rope_head_dim='qk_rope_head_dim head_dim'), fixed=dict(n_dense_layer=1),
+    rules=(WRITE_LATENT, MLP_TYPES))
 add('glm_moe_dsa', 'deepseek_v32', 'GlmMoeDsaForCausalLM')
 add(
     'granitemoeshared', 'granitemoe', 'GraniteMoeSharedForCausalLM', names=GRANITE_SHARED,
     rules=(LOGITS_SCALING, shared_width('shared_intermediate_size')))
 add(
     'hunyuan_v1_moe', 'hunyuan_v1_dense', 'HunYuanMoEV1ForCausalLM', fixed=dict(n_shared_expert=1),
-    fields=dict(n_expert='num_experts', n_expert_active='moe_topk'),
+    fields=dict(n_expert='num_experts num_local_experts', n_expert_active='moe_topk num_experts_per_tok'),
     names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP})
 add(
     'llama4_text', BASE, 'Llama4ForCausalLM', exports=False,
@@ -1001,9 +995,9 @@ add(
            'mlp.shared.c_proj': 'feed_forward.shared_expert.down_proj'},
     rows=INTERLEAVED,
     layouts=TRANSPOSED_EXPERTS,
-    rules=(*NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
-                              use_qk_norm=True), read_llama4),
-           every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E', 1),
+    rules=(*NO_ROPE, Rule('attention_chunk_size attn_temperature_tuning attn_scale floor_scale use_qk_norm',
+                          read_llama4),
+           every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E'),
            listed('expert_pattern', 'moe_layers', 'E', 'D')))
 add('kimi_k2', 'deepseek_v3', exports=False)  # transformers lacks it
 add(
@@ -1022,56 +1016,71 @@ GATED_ACTIVATIONS = {  # transformers' name: ours
 PLAIN_ACTIVATIONS = {
     **same('gelu relu relu2 silu xielu'), 'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh',
     'gelu_fast': 'gelu_tanh'}
+# {model_type: {field: default}}: the fields that transformers' class of this model_type reads. Files may omit
+# them, and other fields change nothing. `python .ci/defaults.py` writes the file
+DEFAULTS = json.loads((ROOT / 'zoo/defaults.json').read_text())
+SHARED = dict(is_causal=True, per_layer_config=None, quantization_config=None)
+READ = '''
+    attn_config full_attention_interval global_attn_every_n_layers layer_types layers_block_type
+    max_window_layers original_max_position_embeddings partial_rotary_factor rope_* rotary_emb_base rotary_pct
+    *sliding_window*
+'''  # functions below read these
 HARMLESS = '''
-    _* architectures attn_layer_indices attn_type_list decoder_sparse_step enable_moe_fp32_combine
-    global_attn_every_n_layers load_balance_coeff moe_layer_end_index num_expert_groups num_limited_groups
-    num_mtp_modules tie_embedding use_grouped_mm use_mtp
-    attention_softmax_in_fp32 attention_types attn_config attn_impl* attn_output_gate
-    auto_map *aux_loss* bias_dropout_fusion *cache* *checkpointing *chunk_size classifier_* *dropout* dtype
-    ep_size ff_factor flash_attn full_attention_interval head_dim hidden_act hidden_size id2label
-    inference_rope_* init_config init_device init_std initial_context_length *initializer_range
-    intermediate_size is_decoder is_llama_config label2id language layer_types learned_pos_emb *loss_alpha
-    mamba_d_head mamba_ssm_cache_dtype mamba_ssm_dtype masked_softmax_fusion max_sequence_length
-    max_window_layers model_type moe_capacity moe_gate moe_norm_min moe_shared_expert_overlap
-    moe_use_aux_free mtp_* n_ctx name num_key_value_heads num_local_experts num_logits_to_keep
-    num_nextn_predict_layers offset_alibi *original_max_position_embeddings output_attentions
-    output_hidden_states output_router_logits partial_rotary_factor *_pdrop pretraining_tp qk_head_dim
-    reorder_and_* rescale_prenorm_residual residual_in_fp32 return_dict rope_interleave rope_local_base_freq
-    rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise seq_aux
-    skip_bias_add* *sliding_window* slow_but_exact summary_* task_* time_step_floor time_step_max
-    time_step_min *_token *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version
-    use_double_wide_mlp use_mamba_kernels verbose vocab_size_per_layer_input z_loss_coefficient
-    full_attn_mod inference_runner interpolate_factor layer_switch max_batch_size model_max_length
-    order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
-    scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
-    use_parallel_block use_parallel_embedding validate_runner_input word_embed_proj_dim
-'''  # these have no effect, or are read below
+    _* add_cross_attention name name_or_path architectures attention_softmax_in_fp32 *_attentions auto_map
+    *aux_loss* bad_words_ids begin_suppress_tokens cache_implementation chunk_size diversity_penalty
+    do_sample *dropout* dtype early_stopping encoder_no_repeat_ngram_size eos_token_ids
+    exponential_decay_length_penalty forced_* *hidden_states id2label init_device init_std
+    *initializer_range is_decoder label2id language layerdrop learned_pos_emb length_penalty logits_to_keep
+    *loss_alpha *loss_coef* mamba_ssm_*dtype max_length max_sequence_length min_length mtp_*
+    no_repeat_ngram_size output_router_logits output_scores *_pdrop prefix pretraining_tp problem_type
+    remove_invalid_values reorder_and_* repetition_penalty rescale_prenorm_residual residual_in_fp32
+    return_dict return_dict_in_generate router_jitter_noise *scale_attention_softmax_in_fp32 seq_aux
+    slow_but_exact summary_* suppress_tokens task_* temperature tf_legacy_loss time_step_floor time_step_max
+    time_step_min [!n]*_token *_token_id tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p num_beam_groups num_beams num_labels
+    num_logits_to_keep num_mtp_* num_nextn_predict_layers num_return_sequences use_bfloat16 use_cache
+    use_mamba_kernels z_loss_coefficient
+'''  # these have no effect on logits
 
 
 # config.json ------------------------------------------------------------------------------------------------
 
 def config_from_hf(c):
     """config.json -> GPTConfig. Raises ValueError, naming everything unsupported."""
+    try:
+        return GPTConfig(**read_config(c))
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"config.json of a {c.get('model_type')} lacks a field or has a value that does not "
+                         f"fit: {error!r}") from error
+
+
+def read_config(c):
+    """config.json -> {GPTConfig's field: value}"""
     c = text_config(c)
-    c = c.get('attn_config', {}) | c  # MPT nests these fields
-    family = family_of(c.get('model_type'))
-    defaults = {}
-    for rule in family.rules:
-        defaults |= rule.defaults
-    c = defaults | c
+    kind = c.get('model_type')
+    family = family_of(kind)
+    usual = SHARED | DEFAULTS.get(kind, {})
+    packed = c.get('quantization_config') or {}
+    is_read = packed.get('quant_method') in ('mxfp4', 'fp8')
+    if is_read and packed.get('weight_block_size') in (None, [128, 128]):
+        c = c | {'quantization_config': None}  # zoo/hub.py reads these
+    c = (c.get('attn_config') or {}) | c  # MPT nests these fields
+    rules = ' '.join(rule.names for rule in family.rules).split()
+    ours = ['model_type', *rules, *' '.join(family.fields.values()).split()]
+    if kind in DEFAULTS:
+        c = {name: value for name, value in c.items()
+             if name in ours or name in usual and (name, value) != ('rope_parameters', None)}
+    known = [*ours, *f'{READ} {HARMLESS} {family.harmless}'.split()]
+    refuse(c, **{name: value for name, value in c.items() if (value or None) != (usual.get(name) or None)
+                 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)})
     args = dict(family.fixed)
     for ours, theirs in family.fields.items():
-        given = [c[name] for name in theirs.split() if c.get(name) is not None]
+        names = theirs.split()
+        source = usual if c.keys().isdisjoint(names) else c
+        given = [source[name] for name in names if source.get(name) is not None]
         if given:
             args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
-        if isinstance(family.fixed.get(ours), bool):  # transformers only has True and False
-            args[ours] = bool(args[ours])
-    wrong = {name: c[name] for name, value in family.required.items() if c.get(name) not in (None, value)}
-    names = ' '.join((HARMLESS, family.harmless, *family.fields.values()))
-    known = [*defaults, *family.required, *names.split()]
-    unknown = {name: value for name, value in c.items() if value
-               and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
-    refuse(c, **wrong, **unknown)
+    c = dict.fromkeys(rules) | usual | c
     read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
         read_rope(c, args)
@@ -1081,10 +1090,7 @@ def config_from_hf(c):
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:
         args.pop('n_dense_layer', None)
-    needed = {'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_expert', 'n_shared_expert'}
-    refuse(c, **{family.fields[ours]: None for ours in needed & family.fields.keys() - args.keys()})
-    args = {name: value for name, value in args.items() if value is False or value != 0}
-    return GPTConfig(**args)
+    return {name: value for name, value in args.items() if value is False or value != 0}
 
 
 def family_of(kind):
@@ -1115,18 +1121,19 @@ def read_rope(c, args):
         refuse(c, rope_parameters=given)
     args.update(rope_fields(given.get('full_attention', given), c, args))
     if local is not None:
-        base = c.get('rope_local_base_freq') or local.get('rope_base', args['rope_base'])
-        given = c.get('rope_parameters') or given
-        args['local'] = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
+        base = c.get('rope_local_base_freq') or c['rope_theta']
+        local = (c.get('rope_parameters') or given).get('sliding_attention') or {'rope_theta': base}
+        args['local'] = rope_fields(local, c, args)
+    c['rope_parameters'] = given
 
 
 def rope_fields(given, c, args):
-    """One rotation -> GPTConfig's fields. mrope_* has no effect on text."""
-    older = {'rope_theta': c.get('rope_theta') or c.get('rotary_emb_base'),
+    """One rotation -> GPTConfig's fields. Options that the function of its rope_type lacks have no effect."""
+    older = {'rope_theta': c.get('rotary_emb_base') or c.get('rope_theta'),
              'partial_rotary_factor': c.get('partial_rotary_factor') or c.get('rotary_pct')}
-    rope = {name: value for name, value in (older | given).items()
-            if value is not None and not name.startswith('mrope_')}
+    rope = {name: value for name, value in (older | given).items() if value is not None}
     kind = rope.pop('rope_type', rope.pop('type', 'default'))
+    kind = 'longrope' if 'short_factor' in rope else kind  # older files have other names
     found = {'rope_base': float(rope.pop('rope_theta', args.get('rope_base', 10000.0))), 'rope_scaling': None}
     share = None if kind == 'proportional' else rope.pop('partial_rotary_factor', None)
     if 'partial_rotary_factor' in args:
@@ -1134,12 +1141,18 @@ def rope_fields(given, c, args):
     elif share not in (None, 1):
         refuse(c, partial_rotary_factor=share)
     if kind != 'default':
-        length = c['max_position_embeddings']
+        length = args['block_size']
         trained = 'original_max_position_embeddings'
+        if kind == 'dynamic':  # transformers uses max_position_embeddings
+            rope.pop(trained, None)
         scaling = complete_scaling({'rope_type': kind} | rope, c.get(trained) or length)
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
-        found['rope_scaling'] = scaling
+        if kind in ROPE_SCALINGS:
+            options = inspect.signature(ROPE_SCALINGS[kind])
+            scaling = {name: value for name, value in scaling.items() if name in options.parameters}
+            options.bind(..., ..., ..., **scaling)  # raises TypeError if an option is missing
+        found['rope_scaling'] = scaling | {'rope_type': kind}
     return found
 
 
@@ -1177,9 +1190,11 @@ def read_layers(c, args, family):
     is_used = size and c.get('use_sliding_window', True)
     if is_used and 'S' not in layers:
         refuse(c, sliding_window=size)
-    if len({*layers}) > 1 and c.get('layer_types'):
-        letters = {LAYER_TYPES[one]: one for one in layers} | {'mamba': 'B', 'attention': 'L'}  # Granite 4
-        layers = ''.join(letters.get(one, '?') for one in c['layer_types'])
+    types = c.get('layer_types') or c.get('layers_block_type')
+    if len({*layers}) > 1 and types:
+        letters = {LAYER_TYPES.get(one): one for one in layers}
+        letters |= {'mamba': 'B', 'attention': 'L'}  # Granite 4
+        layers = ''.join(letters.get(one, '?') for one in types)
     elif layers == 'SL' and 'max_window_layers' in c:  # the first layers have no window
         layers = 'L' * c['max_window_layers'] + 'S' * args['n_layer']
     elif isinstance(period, int):
@@ -1231,7 +1246,7 @@ def write_config(config, kind):
     if not family.exports:
         raise ValueError(f"exporting {kind} models is not supported")
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
-         'eos_token_id': None, **family.required}
+         'eos_token_id': None}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
     values = vars(config) | {'attn_scale': scale(config), 'mlp': activations.get(config.mlp)}
     for ours, theirs in family.fields.items():

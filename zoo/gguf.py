@@ -15,12 +15,14 @@ from zoo.families import (
     BASE,
     FAMILIES,
     FUSED_EXPERTS,
+    Layout,
     Stored,
     canonical,
     config_from_hf,
     config_to_hf,
     like,
     plan,
+    refuse,
     rows_interleaved,
     their_tensors,
 )
@@ -58,8 +60,14 @@ SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
            'rope.scaling.original_context_length': 'original_max_position_embeddings'}
 OTHERS = {  # config.json's names of fields that some families lack
     **BASE.fields, 'rope_base': 'rope_theta', 'window': 'sliding_window',
+    'rope.freq_base_swa': 'rope_local_base_freq',
     'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
+NEUTRAL = {  # what llama.cpp reads too (llama-model.cpp, load_hparams): the only supported values
+    'attention.causal': True, 'attention.sliding_window_pattern': None, 'expert_group_count': 0,
+    'nextn_predict_layers': 0, 'rope.scale_linear': None, 'rope.scaling.attn_factor': 1.0}
+BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # these of 27B scale by the width per head (load_arch_hparams)
 PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
+FLAT = Layout(lambda w: w[None], lambda w: w[0])  # stored (n,)
 EXPERTS = {
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
@@ -72,10 +80,18 @@ def names_for(kind, n_layer):
     import gguf
     arch, _ = ARCHITECTURES[kind]
     family = FAMILIES[kind]
-    family = like(family, layouts=dict.fromkeys(family.layouts), names=EXPERTS,
-                  rows={'attn.c_attn': rows_interleaved if arch in PAIRED else None})
+    family = like(family, layouts=dict.fromkeys(family.layouts) | {'mlp.shared_gate.weight': FLAT},
+                  names=EXPERTS, rows={'attn.c_attn': rows_interleaved if arch in PAIRED else None})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
     return family, functools.partial(names.get_name, try_suffixes=('.weight', '.bias'))
+
+
+def fixed_fields(kind, config):
+    """The fields that llama.cpp fixes for a model."""
+    arch, fixed = ARCHITECTURES[kind]
+    if (arch, config.n_layer) in BY_WIDTH:
+        fixed = fixed | {'attn_scale': (config.n_embd // config.n_head) ** -0.5}
+    return fixed
 
 
 # writing ----------------------------------------------------------------------------------------------------
@@ -106,7 +122,8 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
         raise ValueError(f"{path} exists already: remove it, or give another name")
     family = family or getattr(model, 'family', None)
     kind = config_to_hf(config, [family] if family in ARCHITECTURES else ARCHITECTURES)['model_type']
-    arch, fixed = ARCHITECTURES[kind]
+    arch, _ = ARCHITECTURES[kind]
+    fixed = fixed_fields(kind, config)
     found = canonical(config)
     known = canonical(dataclasses.replace(config, **fixed))
     if wrong := [f"{name}={getattr(config, name)!r}" for name in fixed if found.get(name) != known.get(name)]:
@@ -164,13 +181,23 @@ def read_gguf(path):
     if arch not in kinds:
         raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
     kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
-    c = {'model_type': kind}
     fields = OTHERS | FAMILIES[kind].fields
+    c = {'model_type': kind, 'head_dim': None, 'num_key_value_heads': None, 'rope_theta': 1e4,
+         'sliding_window': 4096 if arch == 'gemma2' else None}  # llama.cpp's defaults
+    scaling = {'rope_type': 'linear'}
     for key, value in keys.items():
-        if key.startswith(f'{arch}.'):
-            name = key.removeprefix(f'{arch}.')
-            c[fields.get(FIELDS.get(name, name), name).split()[0]] = value
-    scaling = {ours: c.pop(theirs, None) for theirs, ours in SCALING.items()}
+        name = key.removeprefix(f'{arch}.')
+        ours = FIELDS.get(name, name)
+        if isinstance(value, list) and len({*value}) == 1:  # one number per layer
+            value = value[0]
+        if name in SCALING:
+            scaling[SCALING[name]] = value
+        elif ours in fields and ours not in ARCHITECTURES[kind][1]:
+            c[fields[ours].split()[0]] = value
+    refuse(c, **{name: value for name, one in NEUTRAL.items()
+                 if (value := keys.get(f'{arch}.{name}', one)) != one})
+    if scaling['rope_type'] == 'none' or scaling.get('factor', 1) in (0, 1):
+        scaling = None
     if one := stored.get('rope_freqs.weight'):  # divisors of frequencies
         divisors = one.open().get_tensor(one.name).tolist()
         scaling = dict(rope_type='longrope', short_factor=divisors, long_factor=divisors, factor=1.0,
@@ -178,7 +205,8 @@ def read_gguf(path):
     c.update(rope_scaling=scaling, vocab_size=len(keys['tokenizer.ggml.tokens']),
              tie_word_embeddings='output.weight' not in stored, mlp_bias='blk.0.ffn_gate.bias' in stored,
              attention_bias={'blk.0.attn_q.bias', 'blk.0.attn_output.bias'} <= stored.keys())
-    config = dataclasses.replace(config_from_hf(c), **ARCHITECTURES[kind][1])
+    config = config_from_hf(c)
+    config = dataclasses.replace(config, **fixed_fields(kind, config) | {'local': config.local})
     return c, config, names_for(kind, config.n_layer), stored
 
 

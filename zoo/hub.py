@@ -22,6 +22,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import types
 
 if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.abspath(__file__ + '/../..')
@@ -90,7 +91,41 @@ def read_headers(folder):
             for name in file.keys():  # noqa: SIM118 (file is not a dict)
                 header = file.get_slice(name)
                 stored[bare(name)] = Stored(opened, name, tuple(header.get_shape()), header.get_dtype())
+    for name, one in list(stored.items()):
+        base = name.removesuffix('_blocks')
+        for end, function in ('_scales', from_mxfp4), ('_scale_inv', from_fp8):
+            if scales := stored.pop(base + end, None):
+                del stored[name]
+                shape = (one.shape[0], 32 * one.shape[2], one.shape[1]) if base != name else one.shape
+                stored[base] = Stored(computed(function, one, scales), name, shape, 'BF16')
     return stored
+
+
+def computed(function, *parts):
+    """Stored.open of a tensor that the function computes from stored parts."""
+    def read(name):
+        return function(*(one.open().get_tensor(one.name) for one in parts))
+    return lambda: types.SimpleNamespace(get_tensor=read)
+
+
+def from_mxfp4(blocks, scales):
+    """blocks (E, n_out, groups, 16): bytes of two numbers, the lower bits first; scales (E, n_out, groups):
+    exponents of 2, plus 127 -> (E, n_in, n_out) bfloat16 (OCP Microscaling Formats 1.0)."""
+    if blocks.ndim > 3:  # expert by expert, because decoding needs much memory
+        return torch.stack([from_mxfp4(*one) for one in zip(blocks, scales)])
+    numbers = E2M1[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).int()]
+    return numbers.ldexp(scales.int()[..., None] - 127).flatten(-2).mT.bfloat16()
+
+
+def from_fp8(w, scale):
+    """w (..., n_out, n_in) float8; scale: one number, or one per block of 128 x 128 -> bfloat16."""
+    for dim in (-2, -1) if scale.numel() > 1 else ():
+        scale = scale.repeat_interleave(128, dim).narrow(dim, 0, w.shape[dim])
+    return (w.float() * scale.float()).bfloat16()
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # without the sign, the highest bit
+E2M1 = torch.cat((E2M1, -E2M1))
 
 
 def bare(name):
@@ -100,8 +135,8 @@ def bare(name):
 
 
 IGNORED = ['*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.indexer.*', '*.attn.bias',
-           '*.attention.bias', '*.masked_bias', '*.causal_mask', '*.act_fn.beta', '*.act_fn.eps', '*inv_freq',
-           'rope_freqs.weight']
+           '*.activation_scale', '*.attention.bias', '*.masked_bias', '*.causal_mask', '*.act_fn.beta',
+           '*.act_fn.eps', '*inv_freq', 'rope_freqs.weight']
 
 
 def check(parts, stored, model, family, folder):
@@ -112,6 +147,9 @@ def check(parts, stored, model, family, folder):
     found = {name: one.shape for name, one in stored.items()
              if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
     if wanted != found:
+        if packed := {stored[name].kind for name in found} & {'F8_E4M3', 'I32', 'I8', 'U8'}:
+            raise ValueError(f"{folder} has quantized weights ({', '.join(packed)}), which are not "
+                             "supported: use the original weights")
         lacks = sorted(wanted.items() - found.items())
         others = sorted(found.items() - wanted.items())
         raise ValueError(f"{folder} does not fit its config.json: it lacks {lacks[:30]}, "

@@ -1,0 +1,60 @@
+"""Writes zoo/defaults.json: {model_type: {field: default}} of the fields that transformers' configuration and
+model read, without the harmless ones. `python .ci/defaults.py` needs transformers."""
+import dataclasses
+import fnmatch
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from zoo import families
+
+KIMI_K2 = dict(moe_layer_freq=1, scoring_func='sigmoid', topk_method='noaux_tc')  # the rest as DeepSeek-V3
+
+
+def fields_of(cls):
+    return {one.name: one.default for one in dataclasses.fields(cls)}
+
+
+def defaults_of(kind):
+    """{field: default} of what transformers' configuration and model of this model_type read, without
+    harmless fields. None: an older name, or optional."""
+    config = transformers.AutoConfig.for_model(kind)
+    cls = type(config)
+    found = fields_of(cls)
+    if found.get('attn_config', 1) is None:  # MPT's
+        found |= fields_of(type(config.attn_config))
+    model = Path(inspect.getfile(cls).replace('configuration_', 'modeling_'))
+    optional = [*cls.attribute_map, *cls.attribute_map.values(), *re.findall(
+        r'attr\((?:self\.)?config, "(\w+)', model.read_text('utf-8') if model.exists() else '')]
+    older = re.findall(r'kwargs\.(?:get|pop)\(\s*"(\w+)"(?:, ([\d.]+))?', inspect.getsource(cls))
+    found = dict.fromkeys(optional) | {name: json.loads(value or 'null') for name, value in older} | found
+    found |= {new: found[old] for old, new in cls.attribute_map.items() if found[new] is None}
+    if 'rope_parameters' in found:
+        found = dict.fromkeys(('partial_rotary_factor', 'rope_scaling')) | found
+        base = cls.default_theta
+        found['rope_theta'] = base = found.get('rope_theta') or base
+        if isinstance(base, dict):
+            found |= {'rope_theta': base['global'], 'rope_local_base_freq': base['local']}
+        elif kind != 'apertus' and (  # published files of Apertus without rope_scaling have no scaling
+                config.rope_parameters.keys() - {'rope_theta', 'rope_type', 'partial_rotary_factor'}):
+            found['rope_parameters'] = config.rope_parameters
+    unneeded = {*fields_of(transformers.PreTrainedConfig), *families.SHARED}
+    return json.loads(json.dumps({
+        name: value for name, value in found.items() if name not in unneeded
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in families.HARMLESS.split())}))
+
+
+def all_defaults():
+    found = {kind: defaults_of(kind) for kind in families.FAMILIES if kind not in ('kimi_k2', 'minimind')}
+    return found | {'kimi_k2': found['deepseek_v3'] | KIMI_K2}
+
+
+if __name__ == '__main__':
+    lines = [f'{json.dumps(kind)}: {json.dumps(found)}' for kind, found in all_defaults().items()]
+    Path(families.__file__).with_name('defaults.json').write_text('{\n' + ',\n'.join(lines) + '\n}\n')

@@ -1,0 +1,54 @@
+"""Tests of zoo/families.py: what a config.json means to transformers."""
+import copy
+import json
+import runpy
+
+import pytest
+from test_hub import LLAMA3, SMALL, VARIANTS
+
+from configurator import ROOT
+from zoo import families
+
+transformers = pytest.importorskip('transformers', '5.24')
+maker = runpy.run_path(ROOT / '.ci/defaults.py')
+
+
+def test_defaults_are_those_of_transformers():
+    assert maker['all_defaults']() == families.DEFAULTS
+
+
+# fields without our default: transformers would scale the rotations of all published Apertus
+NEEDED = {'apertus': LLAMA3, 'flint': VARIANTS['flint'][0]}
+
+
+def saved(c):
+    """What transformers makes of a config.json."""
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(c))
+    return json.loads(json.dumps(config.to_dict(), default=str))
+
+
+@pytest.mark.parametrize('kind', sorted(families.DEFAULTS.keys() - {'kimi_k2'}))
+def test_omitted_fields_have_the_defaults_of_transformers(kind):
+    """config.json without any field, without each field, with null instead, and with other names."""
+    cls = type(transformers.AutoConfig.for_model(kind))
+    options = VARIANTS.get(kind, [{}])[0]
+    small = {name: value for name, value in SMALL.items() if name in maker['fields_of'](cls)} | options
+    small = {name: value for name, value in small.items() if name not in cls.attribute_map}
+    needed = NEEDED.get(kind, {})
+    files = [{}] * (not needed)
+    small |= needed
+    for name in small.keys() - needed:
+        files += [{one: value for one, value in small.items() if one != name}, small | {name: None}]
+    files += [{old if name == new else name: value for name, value in small.items()}
+              for old, new in cls.attribute_map.items() if new in small]
+    compared = 0
+    for c in files:
+        c = {'model_type': kind, **c}
+        try:
+            theirs = families.config_from_hf(saved(c))
+        except Exception as error:  # sizes that do not fit, or null where transformers wants a number
+            assert not isinstance(error, KeyError)
+            continue
+        assert families.canonical(families.config_from_hf(c)) == families.canonical(theirs), c
+        compared += 1
+    assert compared > 4
