@@ -57,7 +57,11 @@ settings = configure(globals(), words=2, texts=True)
 import numpy as np
 
 from tokenizer import (
+    CALL,
     EOT,
+    MARK,
+    QUESTION,
+    RESULT,
     THOUGHTS,
     in_processes,
     json_value,
@@ -443,73 +447,134 @@ def encode_piece(tok, special_tokens, piece):
     parts = [ids]  # MiniMind 2's text already contains bos and eot
     if begins and not {*ids[:1]} & {*tok.bos}:
         parts.insert(0, tok.bos)
-    if ends and tok.eot not in ids[-1:]:
+    if ends and tok.eot not in (None, *ids[-1:]):
         parts.append([tok.eot])
     ids = np.concatenate(parts, dtype=dtype_of(tok.n_vocab), casting='unsafe')
     return split, ids, None, int(tok.sizes[ids].sum())
 
 
 def encode_chat(tok, special_tokens, errors, item):
-    """An item of split_texts -> (split, ids, mask, learned bytes), or None if errors='ignore'."""
+    """An item of split_texts -> (split, ids, mask, learned bytes, number of opened prompts), or None if
+    errors='ignore'."""
     split, chat, _ = item
     try:
-        ids, mask = encode_conversation(
+        ids, mask, n_opened = encode_conversation(
             tok, chat if special_tokens == 'tokens' else Conversation(*tok.as_text([*chat])))
+        if tok.document_token in ids[1:-1]:
+            raise ValueError(f'{tok.decode([tok.document_token])} would end the conversation early')
     except ValueError as e:
         if errors == 'ignore':
             return None
         raise ValueError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
                          'by --errors=ignore') from None
-    return split, ids, mask, int(mask @ tok.sizes[ids])
+    return split, ids, mask, int(mask @ tok.sizes[ids]), n_opened
 
 
 def encode_conversation(tok, conversation):
-    """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt
-    to the next stop token. Raises ValueError if an answer has none."""
+    """(ids, uint8 mask, number of opened prompts). The mask is 1 for answers: from the first id that
+    differs from the prompt to the stop token before the next message's content. Without such a stop
+    token, an answer ends with its content, and the last answer gets one. A prompt is opened if the text
+    does not continue it, like a prompt that begins thoughts. Raises ValueError if the template does not
+    render an answer, or renders its prompt differently."""
     _, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
-    mask = np.zeros(len(ids), np.uint8)
-    end = 0
-    stops = np.flatnonzero(np.isin(ids, tok.stop_tokens))
+    marks = '|'.join(re.escape(tok.decode([i])) for i in tok.stop_tokens) or '(?!)'
+    stops = [*zip((match.start() for match in re.finditer(marks, text)),
+                  np.flatnonzero(np.isin(ids, tok.stop_tokens)), strict=True)]
+    mask = np.zeros(len(ids) + 1, np.uint8)
+    n_opened = 0
+
+    def next_stop(place):
+        """(its place in the text, its place in the ids)"""
+        return next((stop for stop in stops if stop[0] >= place), (len(text), 0))
+
+    def unchanged(n, **change):
+        """The number of characters before the place where a change of message n shows in the text."""
+        changed = [*messages[:n], messages[n] | change, *messages[n + 1:]]
+        return len(os.path.commonprefix([text, tok.render(changed, False, tools)]))
+
     for n, message in enumerate(messages):
-        if message['role'] == 'assistant':
-            prompt = tok.render(messages[:n], True, tools)
-            shared = os.path.commonprefix([prompt, text])
-            # prompt and text may open an answer's thoughts differently
-            agrees = shared == prompt or shared.startswith(tok.render(messages[:n], False, tools))
-            begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
-            later = stops[stops >= max(begin, end)]
-            if not (agrees and len(later)):
-                raise ValueError(f'message {n + 1}: the chat template renders earlier turns differently once '
-                                 'this answer is added, or ends the answer without a stop token')
-            end = later[0] + 1
-            mask[begin:end] = message.get('learn', True)
-    return np.array(ids, dtype_of(tok.n_vocab)), mask
+        if message['role'] != 'assistant':
+            continue
+        place = f'message {n + 1}: the chat template'
+        prompt = tok.render(messages[:n], True, tools)
+        shared = os.path.commonprefix([prompt, text])
+        if shared != prompt:
+            n_opened += 1
+            if not shared.startswith(tok.render(messages[:n], False, tools)):
+                raise ValueError(f'{place} renders earlier turns differently once this answer is added')
+        begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
+        is_last = n + 1 == len(messages)
+        following = '' if is_last else messages[n + 1]['content']
+        calls = message.get('tool_calls')
+        said = str(calls or message['content']).strip()
+        shows = text.find(said, len(shared))
+        stop, end = next_stop(shows + len(said))
+        limit = len(text) if is_last else text.find(following.strip() or MARK, len(shared))
+        if shows < 0 or limit <= stop < len(text):  # look closer
+            change = {'tool_calls': CALL['tool_calls']} if calls else {'content': MARK}
+            shows = unchanged(n, **change)
+            if shows == len(text):
+                raise ValueError(f'{place} does not render its {"".join(change)}')
+            stop, end = next_stop(max(shows, len(shared)))
+            if not is_last:
+                limit = unchanged(n + 1, content=MARK + following)
+        if stop < limit:
+            end += 1
+        elif is_last:
+            ids.append(last_stop(tok, messages, tools, text))
+            end = len(ids)
+        elif calls:
+            raise ValueError(f'{place} ends its tool_calls without a stop token')
+        else:
+            content = text[:unchanged(n, content=message['content'] + MARK)]
+            end = len(os.path.commonprefix([tok.encode_chat(content), ids]))
+        mask[begin:end] = message.get('learn', True)
+    return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)], n_opened
 
 
-def pack(encoded, block_size, eot, counts):
-    """Packs (split, ids, mask, n_bytes) of conversations into slots of block_size tokens.
+def last_stop(tok, messages, tools, text):
+    """The stop token of the last answer, which the text lacks: the one before another message, or eot."""
+    stops = []
+    with contextlib.suppress(ValueError):  # the template may reject the message
+        longer = tok.render([*messages, RESULT if messages[-1].get('tool_calls') else QUESTION], False, tools)
+        stops += tok.special_tokens_in(longer[len(os.path.commonprefix([text, longer])):])
+    stops = [i for i in stops if i in tok.stop_tokens] + [*tok.stop_tokens]
+    if not stops:
+        raise ValueError('the chat template ends the last answer without a special token, and the tokenizer '
+                         'has no end of text')
+    return stops[0]
 
-    eot begins each piece and fills slots. Conversations longer than a slot are cut into pieces.
-    Each split ends with one more token, its last target.
+
+def pack(encoded, block_size, first, counts, alone=False):
+    """Packs (split, ids, mask, n_bytes, n_opened) of conversations into slots of block_size tokens.
+
+    `first` begins each piece and fills slots. Conversations longer than a slot are cut into pieces.
+    Each split ends with one more token, its last target. alone: each piece has its own slot, without
+    `first` at its beginning.
     """
-    left = dict.fromkeys(SPLITS, block_size)
-    room = block_size - 1
-    for split, ids, mask, n_bytes in encoded:
+    left = dict.fromkeys(SPLITS, 0)
+    n_first = 1 - alone
+    room = block_size - n_first
+    for split, ids, mask, n_bytes, n_opened in encoded:
+        begins = n_first * int(ids[0] == first)
+        ids = ids[begins:]
+        mask = mask[begins:]
         counts['cut'] += len(ids) > room
-        mask[room::room] = 0  # the first token after a cut has no context
+        counts['opened'] += n_opened
+        mask[n_first * room::room] = 0  # the first token after a cut has no context
         for begin in range(0, len(ids), room):
             piece = ids[begin:begin + room]
-            n_eot = 1
-            if len(piece) >= left[split]:
-                n_eot += left[split]
+            n_fill = n_first
+            if alone or len(piece) >= left[split]:
+                n_fill += left[split]
                 left[split] = block_size
-            left[split] -= 1 + len(piece)
-            yield (split, np.pad(piece, (n_eot, 0), constant_values=eot),
-                   np.pad(mask[begin:begin + room], (n_eot, 0)), 0 if begin else n_bytes)
+            left[split] -= n_first + len(piece)
+            yield (split, np.pad(piece, (n_fill, 0), constant_values=first),
+                   np.pad(mask[begin:begin + room], (n_fill, 0)), 0 if begin else n_bytes)
     for split, n in left.items():
-        yield split, np.repeat(eot, n + 1), np.zeros(n + 1, np.uint8), 0
+        yield split, np.repeat(first, n + 1), np.zeros(n + 1, np.uint8), 0
 
 
 def dtype_of(n_vocab):
@@ -531,9 +596,8 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
     if block_size:
         work = functools.partial(encode_chat, tok, special_tokens, errors)
         encoded = filter(None, in_processes(procs, work, texts))
-        # prefer an eot that does not end messages
-        eot = tok.special.get(EOT, tok.special.get('<|end_of_text|>', eot))
-        encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
+        eot = tok.document_token
+        encoded = pack(encoded, block_size, np.array(eot or 0, dtype_of(tok.n_vocab)), counts, eot is None)
     else:
         work = functools.partial(encode_piece, tok, special_tokens)
         encoded = in_processes(procs, work, pieces_of_texts(texts, tok.can_cut))
@@ -770,6 +834,10 @@ if __name__ == '__main__':
                 tokenizer, texts=(blocks(document) for _, document, _ in texts()),
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
                 by_document=source.chats or len(n_train) > 1, procs=procs)
+        if source.chats and tok.document_token is None:
+            print(f'{tokenizer} has no special token that keeps conversations apart: each one gets its own slot')
+        elif not source.chats and tok.eot is None and len(n_train) > 1:
+            print(f'{tokenizer} has no end of text: nothing separates the documents')
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens, errors)
 
@@ -780,4 +848,7 @@ if __name__ == '__main__':
         config = ' config/chat.py'
         print(f'{meta["train_learnt"]:,} train tokens are learned; {meta["cut"]:,} conversations are longer '
               f'than {block_size} tokens and cut')
+        if meta['opened']:
+            print(f'{meta["opened"]:,} prompts begin thoughts that the answers in the data do not continue: '
+                  'add thoughts to the data, or use a chat template without them')
     print(f'next: python train.py{config} --dataset={folder}')

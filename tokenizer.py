@@ -113,6 +113,14 @@ THINKING = 'enable_thinking', 'open_thinking', 'thinking'
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 MARK = '\U0010ffff'  # a noncharacter; see as_text
 
+# messages that show what a chat template renders; no vocabulary has U+0378, so it becomes bytes or <unk>
+SYSTEM = {'role': 'system', 'content': 'Be brief.'}
+QUESTION = {'role': 'user', 'content': 'a question \u0378'}
+ANSWER = {'role': 'assistant', 'content': 'the answer'}
+CALL = {'role': 'assistant', 'content': '', 'tool_calls': [
+    {'type': 'function', 'id': 'call12345', 'function': {'name': 'now', 'arguments': {}}}]}
+RESULT = {'role': 'tool', 'content': '12:00', 'name': 'now', 'tool_call_id': 'call12345'}
+
 
 class Tokenizer:
     """Subclasses add encode_array (text -> ids, with special tokens as plain text) and state (plain values
@@ -193,13 +201,30 @@ class Tokenizer:
     def stop_tokens(self):
         """eot, the special token that ends an answer in the chat template, and eos_tokens."""
         ends = [] if self.eot is None else [self.eot]
-        answer = 'the answer'
-        if self.chat_template:
-            messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
-            with contextlib.suppress(Exception):  # chat() raises the error
-                after = self.render(messages, False).rpartition(answer)[2]
-                ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
+        with contextlib.suppress(Exception):  # chat() raises the error
+            last, earlier = (self.render(messages, False).rpartition(ANSWER['content'])[2]
+                             for messages in ([QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION]))
+            own = self.special_tokens_in(os.path.commonprefix([last, earlier]))
+            if not {*own, *self.special_tokens_in(earlier)[:1]} & {*ends, *self.eos_tokens}:
+                ends += own[-1:] or self.special_tokens_in(last)[:1]
         return tuple(dict.fromkeys([*ends, *self.eos_tokens]))
+
+    def special_tokens_in(self, text):
+        """The ids of the special tokens in a text."""
+        return [self.special[mark] for mark in re.findall(self.special_pattern, text)]
+
+    @functools.cached_property
+    def document_token(self):
+        """A special token that a conversation may begin with, but cannot contain: bos if the chat template
+        renders it only there, otherwise a token that the template never renders. None: there is none."""
+        inside = {*self.special_tokens_in(str(self.chat_template))}
+        bos = self.special.get(self.chat_variables.get('bos_token'))
+        inside.discard(bos)
+        for messages in [QUESTION, ANSWER] * 2, [SYSTEM, QUESTION, ANSWER], [QUESTION, CALL, RESULT, ANSWER]:
+            with contextlib.suppress(Exception):  # a template may support no tools
+                inside |= {*self.chat(messages, False)[1:]}
+        ids = bos, self.special.get(EOT), self.special.get('<|end_of_text|>'), *sorted(self.special.values())
+        return next((i for i in ids if i is not None and i not in inside), None)
 
 
 def json_value(value, change=str):
