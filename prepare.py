@@ -57,11 +57,8 @@ settings = configure(globals(), words=2, texts=True)
 import numpy as np
 
 from tokenizer import (
-    CALL,
     EOT,
     MARK,
-    QUESTION,
-    RESULT,
     THOUGHTS,
     in_processes,
     json_value,
@@ -457,9 +454,10 @@ def encode_chat(tok, special_tokens, errors, item):
     """An item of split_texts -> (split, ids, mask, learned bytes, number of opened prompts), or None if
     errors='ignore'."""
     split, chat, _ = item
+    opened = []
     try:
-        ids, mask, n_opened = encode_conversation(
-            tok, chat if special_tokens == 'tokens' else Conversation(*tok.as_text([*chat])))
+        ids, mask = encode_conversation(
+            tok, chat if special_tokens == 'tokens' else Conversation(*tok.as_text([*chat])), opened)
         if tok.document_token in ids[1:-1]:
             raise ValueError(f'{tok.decode([tok.document_token])} would end the conversation early')
     except ValueError as e:
@@ -467,27 +465,22 @@ def encode_chat(tok, special_tokens, errors, item):
             return None
         raise ValueError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
                          'by --errors=ignore') from None
-    return split, ids, mask, int(mask @ tok.sizes[ids]), n_opened
+    return split, ids, mask, int(mask @ tok.sizes[ids]), len(opened)
 
 
-def encode_conversation(tok, conversation):
-    """(ids, uint8 mask, number of opened prompts). The mask is 1 for answers: from the first id that
-    differs from the prompt to the stop token before the next message's content. Without such a stop
-    token, an answer ends with its content, and the last answer gets one. A prompt is opened if the text
-    does not continue it, like a prompt that begins thoughts. Raises ValueError if the template does not
-    render an answer, or renders its prompt differently."""
+def encode_conversation(tok, conversation, opened=()):  # noqa: C901
+    """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
+    first stop token after the answer and before the next message's content. Without such a stop token,
+    an answer ends with its content, and the last answer gets one. opened: a list for the prompts that the
+    text does not continue, because they begin thoughts. Raises ValueError if the template omits an
+    answer, or renders its prompt differently."""
     _, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
-    marks = '|'.join(re.escape(tok.decode([i])) for i in tok.stop_tokens) or '(?!)'
-    stops = [*zip((match.start() for match in re.finditer(marks, text)),
-                  np.flatnonzero(np.isin(ids, tok.stop_tokens)), strict=True)]
     mask = np.zeros(len(ids) + 1, np.uint8)
-    n_opened = 0
-
-    def next_stop(place):
-        """(its place in the text, its place in the ids)"""
-        return next((stop for stop in stops if stop[0] >= place), (len(text), 0))
+    marks = '|'.join(re.escape(tok.decode([i])) for i in tok.stop_tokens) or '(?!)'
+    stops = [*zip((match.start() for match in re.finditer(marks, text)),  # in the text, in ids
+                  np.flatnonzero(np.isin(ids, tok.stop_tokens)), strict=True)]
 
     def unchanged(n, **change):
         """The number of characters before the place where a change of message n shows in the text."""
@@ -500,79 +493,74 @@ def encode_conversation(tok, conversation):
         place = f'message {n + 1}: the chat template'
         prompt = tok.render(messages[:n], True, tools)
         shared = os.path.commonprefix([prompt, text])
-        if shared != prompt:
-            n_opened += 1
-            if not shared.startswith(tok.render(messages[:n], False, tools)):
+        if shared != prompt:  # apart from white space?
+            words, earlier = (
+                ''.join(one.split()) for one in (prompt, tok.render(messages[:n], False, tools)))
+            same = os.path.commonprefix([words, ''.join(text.split())])
+            if not same.startswith(earlier):
                 raise ValueError(f'{place} renders earlier turns differently once this answer is added')
+            opened += (prompt,) * (same != words)
+            shared = text[:max(len(shared), [*re.finditer(r'\S', text)][len(same) - 1].end())]
         begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
-        is_last = n + 1 == len(messages)
-        following = '' if is_last else messages[n + 1]['content']
-        calls = message.get('tool_calls')
-        said = str(calls or message['content']).strip()
-        shows = text.find(said, len(shared))
-        stop, end = next_stop(shows + len(said))
-        limit = len(text) if is_last else text.find(following.strip() or MARK, len(shared))
-        if shows < 0 or limit <= stop < len(text):  # look closer
-            change = {'tool_calls': CALL['tool_calls']} if calls else {'content': MARK}
-            shows = unchanged(n, **change)
-            if shows == len(text):
+        content = message['content'].strip()
+        change = {'content': MARK}
+        said = text.find(content, len(shared))
+        if calls := message.get('tool_calls'):
+            change = {'tool_calls': [call | {'function': {'name': MARK, 'arguments': {}}} for call in calls]}
+            said = -1
+        if said < 0:  # look where it shows
+            content = ''
+            said = unchanged(n, **change)
+            if said == len(text):
                 raise ValueError(f'{place} does not render its {"".join(change)}')
-            stop, end = next_stop(max(shows, len(shared)))
-            if not is_last:
+        said = max(said + len(content), len(shared))
+        stop, end = next((stop for stop in stops if stop[0] >= said), (len(text), 0))
+        is_last = n + 1 == len(messages)
+        limit = len(text)
+        if not is_last:
+            following = messages[n + 1]['content']
+            limit = text.find(following.strip() or MARK, len(shared))
+            if limit <= stop:  # it was not found, or is in this answer too
                 limit = unchanged(n + 1, content=MARK + following)
         if stop < limit:
             end += 1
-        elif is_last:
-            ids.append(last_stop(tok, messages, tools, text))
+        elif is_last and tok.stop_tokens:
+            ids.append(tok.stop_tokens[0] if calls else tok.end_of_answer)
             end = len(ids)
-        elif calls:
-            raise ValueError(f'{place} ends its tool_calls without a stop token')
         else:
-            content = text[:unchanged(n, content=message['content'] + MARK)]
-            end = len(os.path.commonprefix([tok.encode_chat(content), ids]))
+            its = (tok.render(messages[:n + 1], False, tools) if calls
+                   else text[:unchanged(n, content=message['content'] + MARK)])
+            if is_last or len(os.path.commonprefix([its, text])) < said:
+                raise ValueError(f'{place} ends this answer without a known stop token')
+            end = len(os.path.commonprefix([tok.encode_chat(its), ids]))
         mask[begin:end] = message.get('learn', True)
-    return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)], n_opened
+    return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)]
 
 
-def last_stop(tok, messages, tools, text):
-    """The stop token of the last answer, which the text lacks: the one before another message, or eot."""
-    stops = []
-    with contextlib.suppress(ValueError):  # the template may reject the message
-        longer = tok.render([*messages, RESULT if messages[-1].get('tool_calls') else QUESTION], False, tools)
-        stops += tok.special_tokens_in(longer[len(os.path.commonprefix([text, longer])):])
-    stops = [i for i in stops if i in tok.stop_tokens] + [*tok.stop_tokens]
-    if not stops:
-        raise ValueError('the chat template ends the last answer without a special token, and the tokenizer '
-                         'has no end of text')
-    return stops[0]
-
-
-def pack(encoded, block_size, first, counts, alone=False):
+def pack(encoded, block_size, first, counts):
     """Packs (split, ids, mask, n_bytes, n_opened) of conversations into slots of block_size tokens.
 
     `first` begins each piece and fills slots. Conversations longer than a slot are cut into pieces.
-    Each split ends with one more token, its last target. alone: each piece has its own slot, without
-    `first` at its beginning.
+    Each split ends with one more token, its last target.
     """
-    left = dict.fromkeys(SPLITS, 0)
-    n_first = 1 - alone
-    room = block_size - n_first
+    left = dict.fromkeys(SPLITS, block_size)
+    room = block_size - 1
     for split, ids, mask, n_bytes, n_opened in encoded:
-        begins = n_first * int(ids[0] == first)
-        ids = ids[begins:]
-        mask = mask[begins:]
+        begin = int(ids[0] == first)
+        ids = ids[begin:]
+        mask = mask[begin:]
         counts['cut'] += len(ids) > room
         counts['opened'] += n_opened
-        mask[n_first * room::room] = 0  # the first token after a cut has no context
+        mask[room::room] = 0  # the first token after a cut has no context
         for begin in range(0, len(ids), room):
             piece = ids[begin:begin + room]
-            n_fill = n_first
-            if alone or len(piece) >= left[split]:
-                n_fill += left[split]
+            n_first = 1
+            if len(piece) >= left[split]:
+                n_first += left[split]
                 left[split] = block_size
-            left[split] -= n_first + len(piece)
-            yield (split, np.pad(piece, (n_fill, 0), constant_values=first),
-                   np.pad(mask[begin:begin + room], (n_fill, 0)), 0 if begin else n_bytes)
+            left[split] -= 1 + len(piece)
+            yield (split, np.pad(piece, (n_first, 0), constant_values=first),
+                   np.pad(mask[begin:begin + room], (n_first, 0)), 0 if begin else n_bytes)
     for split, n in left.items():
         yield split, np.repeat(first, n + 1), np.zeros(n + 1, np.uint8), 0
 
@@ -597,7 +585,8 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         work = functools.partial(encode_chat, tok, special_tokens, errors)
         encoded = filter(None, in_processes(procs, work, texts))
         eot = tok.document_token
-        encoded = pack(encoded, block_size, np.array(eot or 0, dtype_of(tok.n_vocab)), counts, eot is None)
+        first = [*tok.stop_tokens, 0][0] if eot is None else eot
+        encoded = pack(encoded, block_size, np.array(first, dtype_of(tok.n_vocab)), counts)
     else:
         work = functools.partial(encode_piece, tok, special_tokens)
         encoded = in_processes(procs, work, pieces_of_texts(texts, tok.can_cut))
@@ -835,7 +824,7 @@ if __name__ == '__main__':
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
                 by_document=source.chats or len(n_train) > 1, procs=procs)
         if source.chats and tok.document_token is None:
-            print(f'{tokenizer} has no special token that keeps conversations apart: each one gets its own slot')
+            print(f'{tokenizer} has no special token that only separates: conversations see each other')
         elif not source.chats and tok.eot is None and len(n_train) > 1:
             print(f'{tokenizer} has no end of text: nothing separates the documents')
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,

@@ -338,10 +338,9 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     vocabulary, and for a drafter if a layer has a state."""
     device = model.wte.weight.device
     sampling_device = 'cpu' if device.type == 'mps' else device  # MPS has returned ids out of range
-    highest = max(map(max, filter(None, prompts)), default=0)
-    if highest >= model.config.vocab_size:
-        raise ValueError(f"the prompt has token {highest}, but the model's vocabulary only "
-                         f"{model.config.vocab_size} tokens: leave out the text of this token")
+    if (highest := max(map(max, filter(None, prompts)), default=0)) >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token {highest}, which is outside the model's vocabulary of "
+                         f"{model.config.vocab_size}: leave out the text of this token")
     n_draft = drafter.n_draft if drafter else 0
     n_rows = 1 if drafter else len(prompts[:batch_size])
     is_new = cache is None
