@@ -471,70 +471,75 @@ def encode_chat(tok, special_tokens, errors, item):
 def encode_conversation(tok, conversation, opened=()):  # noqa: C901
     """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
     first stop token after the answer and before the next message's content. Without such a stop token,
-    an answer ends with its content, and the last answer gets one. opened: a list for the prompts that the
-    text does not continue, because they begin thoughts. Raises ValueError if the template omits an
+    the answer's own text is learned, and the last answer gets one. opened: a list for the prompts that
+    the text does not continue, because they begin thoughts. Raises ValueError if the template omits an
     answer, or renders its prompt differently."""
     _, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
     mask = np.zeros(len(ids) + 1, np.uint8)
-    marks = '|'.join(re.escape(tok.decode([i])) for i in tok.stop_tokens) or '(?!)'
-    stops = [*zip((match.start() for match in re.finditer(marks, text)),  # in the text, in ids
-                  np.flatnonzero(np.isin(ids, tok.stop_tokens)), strict=True)]
+    marks = '|'.join(re.escape(tok.decode([i])) for i in tok.stop_tokens)
+    stops = [*zip((match.start() for match in re.finditer(marks, text)),  # places in text and ids
+                  np.flatnonzero(np.isin(ids, tok.stop_tokens)))]
 
     def unchanged(n, **change):
-        """The number of characters before the place where a change of message n shows in the text."""
+        """The place where a change of message n first shows in the text."""
         changed = [*messages[:n], messages[n] | change, *messages[n + 1:]]
-        return len(os.path.commonprefix([text, tok.render(changed, False, tools)]))
+        return common(text, tok.render(changed, False, tools))
 
     for n, message in enumerate(messages):
         if message['role'] != 'assistant':
             continue
         place = f'message {n + 1}: the chat template'
         prompt = tok.render(messages[:n], True, tools)
-        shared = os.path.commonprefix([prompt, text])
-        if shared != prompt:  # apart from white space?
-            words, earlier = (
-                ''.join(one.split()) for one in (prompt, tok.render(messages[:n], False, tools)))
-            same = os.path.commonprefix([words, ''.join(text.split())])
-            if not same.startswith(earlier):
+        start = common(prompt, text)
+        if start < len(prompt):  # compare without white space
+            asked, before, rendered = (''.join(one.split()) for one in (
+                prompt, tok.render(messages[:n], False, tools), text))
+            same = common(asked, rendered)
+            if not rendered.startswith(before):
                 raise ValueError(f'{place} renders earlier turns differently once this answer is added')
-            opened += (prompt,) * (same != words)
-            shared = text[:max(len(shared), [*re.finditer(r'\S', text)][len(same) - 1].end())]
-        begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
+            opened += (prompt,) * (same < len(asked))
+            start = max(start, [0, *(match.end() for match in re.finditer(r'\S', text))][same])
+        begin = common(tok.encode_chat(text[:start]), ids)
+
         content = message['content'].strip()
-        change = {'content': MARK}
-        said = text.find(content, len(shared))
-        if calls := message.get('tool_calls'):
-            change = {'tool_calls': [call | {'function': {'name': MARK, 'arguments': {}}} for call in calls]}
-            said = -1
-        if said < 0:  # look where it shows
+        calls = message.get('tool_calls')
+        said = -1 if calls else text.find(content, start)
+        if said < 0:  # see where it shows
             content = ''
+            change = {'tool_calls': [call | {'function': {'name': MARK, 'arguments': {}}} for call in calls]
+                      } if calls else {'content': MARK}
             said = unchanged(n, **change)
             if said == len(text):
                 raise ValueError(f'{place} does not render its {"".join(change)}')
-        said = max(said + len(content), len(shared))
+        said = max(said + len(content), start)
         stop, end = next((stop for stop in stops if stop[0] >= said), (len(text), 0))
-        is_last = n + 1 == len(messages)
+
         limit = len(text)
-        if not is_last:
-            following = messages[n + 1]['content']
-            limit = text.find(following.strip() or MARK, len(shared))
+        if later := messages[n + 1:]:
+            following = later[0]['content']
+            limit = text.find(following.strip() or MARK, start)
             if limit <= stop:  # it was not found, or is in this answer too
                 limit = unchanged(n + 1, content=MARK + following)
         if stop < limit:
             end += 1
-        elif is_last and tok.stop_tokens:
+        elif not later and tok.stop_tokens:
             ids.append(tok.stop_tokens[0] if calls else tok.end_of_answer)
             end = len(ids)
         else:
-            its = (tok.render(messages[:n + 1], False, tools) if calls
+            own = (tok.render(messages[:n + 1], False, tools) if calls
                    else text[:unchanged(n, content=message['content'] + MARK)])
-            if is_last or len(os.path.commonprefix([its, text])) < said:
+            if not later or common(own, text) < said:
                 raise ValueError(f'{place} ends this answer without a known stop token')
-            end = len(os.path.commonprefix([tok.encode_chat(its), ids]))
+            end = common(tok.encode_chat(own), ids)
         mask[begin:end] = message.get('learn', True)
     return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)]
+
+
+def common(a, b):
+    """How long the same beginning of two texts or lists is."""
+    return len(os.path.commonprefix([a, b]))
 
 
 def pack(encoded, block_size, first, counts):
