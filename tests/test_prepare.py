@@ -331,117 +331,6 @@ def test_the_mask_is_what_the_assistant_writes(template):
         assert ids[:np.flatnonzero(mask)[0]].tolist() == tok.chat(messages[:first])
 
 
-def published(special, template, prompt="'<|assistant|>'", **config):
-    """A tokenizer of bytes and special tokens. template: what a message is; prompt: what begins an answer."""
-    special = {text: 256 + i for i, text in enumerate(special.split())}
-    template = ("{% for m in messages %}{% set answer = m.role == 'assistant' %}"
-                '{% set last = loop.last and not add_generation_prompt %}{{ ' + template + ' }}{% endfor %}'
-                '{% if add_generation_prompt %}{{ ' + prompt + ' }}{% endif %}')
-    if config.pop('begins', False):
-        template = '{{ bos_token }}' + template
-    ends = [special[end] for end in config.pop('ends', '').split()]
-    return JsonTokenizer(bpe_json(byte_chars(), [], [], special), config | {
-        'chat_template': template, 'eos_token_id': ends})
-
-
-ROLE = "'<|' + m.role + '|>' + m.content"
-SIGNED = "m.content + eos_token if answer else '[' + m.content + ']'"
-OLD = dict(bos_token='<s>', eos_token='</s>')
-KINDS = {  # the structure of published templates -> the token that keeps conversations apart
-    'Zephyr': (published('<unk> <s> </s>', ROLE + ' + eos_token', **OLD), '<s>'),
-    'Llama 2': (published('<unk> <s> </s>', SIGNED.replace('else', 'else bos_token +'), "''", **OLD),
-                '<unk>'),
-    'Mistral': (published('<unk> <s> </s>', SIGNED, "''", begins=True, **OLD), '<s>'),
-    'gpt-oss': (published('<|return|> <|endoftext|> <|end|> <|call|>', ROLE + (
-        " + (m.tool_calls[0].function.name + '<|call|>' if m.tool_calls else "
-        "'<|return|>' if answer and last else '<|end|>')"), eos_token='<|return|>'), '<|endoftext|>'),
-    'GLM': (published('<|endoftext|> <|user|> <|assistant|> <|tool|>', ROLE + (
-        " + (m.tool_calls[0].function.name if m.tool_calls else '')"), eos_token='<|endoftext|>',
-        ends='<|endoftext|> <|user|> <|tool|>'), '<|endoftext|>'),
-    'Cohere': (published('<bos> <eos> <|done|>', ROLE + " + ('<|done|>' if answer else '') + eos_token",
-                         begins=True, bos_token='<bos>', eos_token='<eos>'), '<bos>'),
-    'Metharme': (published('</s> <pad>', ROLE + " + (eos_token if last else '')", eos_token='</s>'),
-                 '<pad>'),
-    'one special': (published('</s>', ROLE + ' + eos_token', eos_token='</s>'), None),
-    'R1': (published('<pad> <eos>', ROLE + ' + eos_token', "'<|assistant|><think>'", eos_token='<eos>'),
-           '<pad>'),
-    'spaced': (published('<pad> <eos>', ROLE + " + ('\n' if last else '') + eos_token", eos_token='<eos>'),
-               '<pad>'),
-}
-CALLED = {'role': 'assistant', 'content': '', 'tool_calls': [CALL := {
-    'type': 'function', 'id': 'x', 'function': {'name': 'now', 'arguments': {'zone': 'utc'}}}]}
-TOLD = {'role': 'tool', 'content': '12:00'}
-TALK = prepare.make_messages(('Hi', 'Ho'), ('o', 'Oh'))  # the second question is part of the first answer
-
-
-@pytest.mark.parametrize('kind, messages, learned', [
-    ('Zephyr', TALK, ['Ho</s>', 'Oh</s>']), ('Llama 2', TALK, ['Ho</s>', 'Oh</s>']),
-    ('Mistral', TALK[:3], ['Ho</s>']),
-    ('gpt-oss', TALK, ['Ho', 'Oh<|return|>']),
-    ('gpt-oss', [TALK[0], CALLED, TOLD, TALK[1]], ['now<|call|>', 'Ho<|return|>']),  # no published end
-    ('GLM', TALK, ['Ho<|user|>', 'Oh<|user|>']), ('GLM', TALK[:3], ['Ho<|user|>']),
-    ('GLM', [TALK[0], CALLED, TOLD, TALK[1]], ['now<|tool|>', 'Ho<|user|>']),
-    ('GLM', [TALK[0], CALLED], ['now<|endoftext|>']),
-    ('Cohere', TALK, ['Ho<|done|><eos>', 'Oh<|done|><eos>']),
-    ('Metharme', TALK[:3], ['Ho']),
-    ('R1', TALK, ['Ho<eos>', 'Oh<eos>']), ('spaced', TALK, ['Ho<eos>', 'Oh\n<eos>'])])
-def test_an_answer_ends_in_its_own_message(kind, messages, learned):
-    tok, opened = KINDS[kind][0], []
-    ids, mask = prepare.encode_conversation(tok, prepare.Conversation('x', messages), opened)
-    assert answers_in(tok, ids, mask) == learned
-    text = tok.render(messages, False)
-    assert tok.decode(ids) in (text, f'{text}<|user|>', f'{text}<|endoftext|>')
-    assert len(opened) == 2 * (kind == 'R1')
-
-
-def test_an_answer_that_the_template_omits_is_named(prep):
-    for tok, answer, key in ((KINDS['Zephyr'][0], CALLED | {'content': 'what is now?'}, 'tool_calls'),
-                             (published('</s>', "m.role + (m.content[0].text or '')"), TALK[1], 'content')):
-        save_tokenizer(tok)
-        write_jsonl('chats.jsonl', [{'messages': [TALK[0], answer]}] * 9)
-        assert f'record 1, message 2: the chat template does not render its {key}: ' in prep(
-            'chats.jsonl --tokenizer=tok')[1]
-
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_the_token_between_conversations_is_never_inside(kind, prep):
-    tok, token = KINDS[kind]
-    save_tokenizer(tok)
-    write_jsonl('chats.jsonl', [{'messages': TALK}] * 30)
-    out, error = prep('chats.jsonl --tokenizer=tok --block_size=120')
-    assert not error and ('conversations see each other' in out) == (token is None)
-    assert ('60 prompts begin thoughts' in out) == (kind == 'R1')
-    first = prepare.read_meta('data/chats')['eot']
-    assert first == tok.special.get(token)
-    ids = prep_ids('data/chats', 'train')
-    if token:
-        texts = [*filter(None, tok.decode(ids).split(token))]
-        text, = {text.removesuffix('<|user|>') for text in texts}
-        assert text == tok.render(TALK, False).removeprefix(token) and len(texts) == 27
-        write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((f'a{token}b', 'Ho'))}] * 30)
-        line = 'chats.jsonl --tokenizer=tok --special_tokens='  # a message may contain the token
-        assert f'record 1, {token} would end the conversation early' in prep(f'{line}tokens')[1]
-        assert not prep(f'{line}text')[1]
-
-
-@pytest.mark.parametrize('kind', ['Zephyr', 'Llama 2'])
-def test_an_answer_sees_its_question(kind, prep):
-    """A model learns to repeat one of 16 letters, twice. A guess costs ln 16 per letter, a quarter of what it
-    learns."""
-    tok, rng = KINDS[kind][0], random.Random(0)
-    save_tokenizer(tok)
-    write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((letter, letter), ('?', letter))}
-                                for letter in rng.choices('abcdefghijklmnop', k=2000)])
-    assert not prep('chats.jsonl --tokenizer=tok --block_size=64')[1]
-    train(*TOY, '--dataset=chats', '--vocab_size=320', '--qk_norm=True', '--n_embd=64', '--block_size=64',
-          '--batch_size=8', '--gradient_accumulation_steps=1', '--optimizer=muon', '--learning_rate=0.01',
-          '--min_lr=0.0001', '--max_iters=130', '--lr_decay_iters=130', '--eval_interval=130')
-    assert float(log_rows('out')[-1]['val_loss']) < 0.01
-    model, tok, _ = load('resume', 'out')
-    ids = chat_ids(model.eval(), tok, [{'role': 'user', 'content': 'c'}], None)
-    assert tok.decode(made(model, [ids], 4, temperature=0, stop_tokens=tok.stop_tokens)[0]) == 'c'
-
-
 def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
     chats = [('train', np.array(ids, '<u2'), np.ones(len(ids), np.uint8), len(ids), 0)
              for ids in ([11], [9, 21, 22, 23], [31, 32], range(41, 47))]  # one begins with the token itself
@@ -512,6 +401,101 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
       for name, no in (('weight', 0), ('loss_mask', 0.0), ('trainable', False)))])
 def test_every_record_becomes_plain_messages(record, messages):
     assert prepare.read_record('x', record).messages == messages
+
+
+def published(special, message, prompt="'<|assistant|>'", bos='<s>', eos='</s>', ends='', begin=''):
+    """A tokenizer of bytes and special tokens. Its chat template begins with `begin`, renders each message by
+    the expression `message`, and asks for an answer by `prompt`. ends: in generation_config.json."""
+    special = {text: 256 + i for i, text in enumerate(special.split())}
+    template = (begin + "{% for m in messages %}{% set answer = m.role == 'assistant' %}{{ " + message
+                + ' }}{% endfor %}{% if add_generation_prompt %}{{ ' + prompt + ' }}{% endif %}')
+    return JsonTokenizer(bpe_json(byte_chars(), [], [], special), {
+        'chat_template': template, 'eos_token': eos, 'bos_token': bos,
+        'eos_token_id': [special[end] for end in ends.split()]})
+
+
+ROLE = "'<|' + m.role + '|>' + m.content"
+CALL_NAME = 'm.tool_calls[0].function.name'
+KINDS = {  # the structure of published templates -> the token that keeps conversations apart
+    'Zephyr': (published('<unk> <s> </s>', ROLE + ' + eos_token'), '<s>'),
+    'Llama 2': (published('<unk> <s> </s>', "m.content + eos_token if answer else bos_token + '[' + "
+                          "m.content + ']'", "''"), '<unk>'),
+    'gpt-oss': (published('<|return|> <|endoftext|> <|end|> <|call|>', f"{ROLE} + ({CALL_NAME} + '<|call|>' "
+                          "if m.tool_calls else '<|return|>' if answer and loop.last and "
+                          "not add_generation_prompt else '<|end|>')", eos='<|return|>'), '<|endoftext|>'),
+    'GLM': (published('<|endoftext|> <|user|> <|assistant|> <|tool|>',
+                      f"{ROLE} + ({CALL_NAME} if m.tool_calls else '')", eos='<|endoftext|>',
+                      ends='<|user|> <|tool|>'), '<|endoftext|>'),
+    'Cohere': (published('</s> <s> <|done|>', ROLE + " + ('<|done|>' if answer else '') + eos_token",
+                         begin='{{ bos_token }}'), '<s>'),
+    'one special': (published('</s>', ROLE + ' + eos_token'), None),
+    'R1': (published('<s> </s>', ROLE + ' + eos_token', "'<|assistant|><think>'"), '<s>'),
+    'spaced': (published('<s> </s>', ROLE + " + ('' if loop.last else '\n') + eos_token"), '<s>'),
+}
+CALLED = {'role': 'assistant', 'content': '', 'tool_calls': [CALL]}
+TOLD = {'role': 'tool', 'content': '12:00'}
+TALK = prepare.make_messages(('Hi', 'Ho'), ('o', 'Oh'))  # the second question is part of the first answer
+
+
+@pytest.mark.parametrize('kind, messages, learned', [
+    ('Zephyr', TALK, ['Ho</s>', 'Oh</s>']), ('Llama 2', TALK[:3], ['Ho</s>']),
+    ('gpt-oss', TALK, ['Ho', 'Oh<|return|>']),
+    ('gpt-oss', [TALK[0], CALLED, TOLD, TALK[1]], ['now<|call|>', 'Ho<|return|>']),  # no published end
+    ('GLM', TALK, ['Ho<|user|>', 'Oh<|user|>']), ('GLM', TALK[:3], ['Ho<|user|>']),
+    ('GLM', [TALK[0], CALLED, TOLD, TALK[1]], ['now<|tool|>', 'Ho<|user|>']),
+    ('GLM', [TALK[0], CALLED], ['now<|endoftext|>']),
+    ('Cohere', TALK, ['Ho<|done|></s>', 'Oh<|done|></s>']), ('R1', TALK, ['Ho</s>', 'Oh</s>']),
+    ('spaced', TALK, ['Ho\n</s>', 'Oh</s>'])])
+def test_an_answer_ends_in_its_own_message(kind, messages, learned):
+    tok, opened = KINDS[kind][0], []
+    ids, mask = prepare.encode_conversation(tok, prepare.Conversation('x', messages), opened)
+    text = tok.render(messages, False)
+    assert answers_in(tok, ids, mask) == learned and len(opened) == 2 * (kind == 'R1')
+    assert tok.decode(ids) in (text, f'{text}<|user|>', f'{text}<|endoftext|>')
+
+
+def test_an_answer_that_the_template_omits_is_named():
+    for tok, answer, key in ((KINDS['Zephyr'][0], CALLED | {'content': 'what is now?'}, 'tool_calls'),
+                             (published('</s>', "m.role + (m.content[0].text or '')"), TALK[1], 'content')):
+        with pytest.raises(ValueError, match=f'message 2: the chat template does not render its {key}'):
+            prepare.encode_conversation(tok, prepare.Conversation('x', [TALK[0], answer]))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_token_between_conversations_is_never_inside(kind, prep):
+    tok, token = KINDS[kind]
+    save_tokenizer(tok)
+    write_jsonl('chats.jsonl', [{'messages': TALK}] * 30)
+    out, error = prep('chats.jsonl --tokenizer=tok --block_size=120')
+    assert not error and ('conversations see each other' in out) == (token is None)
+    assert ('60 prompts begin thoughts' in out) == (kind == 'R1')
+    assert prepare.read_meta('data/chats')['eot'] == tok.special.get(token)
+    if token:
+        texts = [*filter(None, tok.decode(prep_ids('data/chats', 'train')).split(token))]
+        text, = {text.removesuffix('<|user|>') for text in texts}
+        assert text == tok.render(TALK, False).removeprefix(token) and len(texts) == 27
+        write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((f'a{token}b', 'Ho'))}] * 30)
+        line = 'chats.jsonl --tokenizer=tok --special_tokens='  # a message may contain the token
+        assert f'record 1, {token} would end the conversation early' in prep(f'{line}tokens')[1]
+        assert not prep(f'{line}text')[1]
+
+
+@pytest.mark.parametrize('kind', ['Zephyr', 'Llama 2'])
+def test_an_answer_sees_its_question(kind, prep):
+    """A model learns to repeat one of 16 letters, twice. A guess costs ln 16 per letter, a quarter of what it
+    learns."""
+    tok, rng = KINDS[kind][0], random.Random(0)
+    save_tokenizer(tok)
+    write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((letter, letter), ('?', letter))}
+                                for letter in rng.choices('abcdefghijklmnop', k=2000)])
+    assert not prep('chats.jsonl --tokenizer=tok --block_size=64')[1]
+    train(*TOY, '--dataset=chats', '--vocab_size=320', '--qk_norm=True', '--n_embd=64', '--block_size=64',
+          '--batch_size=8', '--gradient_accumulation_steps=1', '--optimizer=muon', '--learning_rate=0.01',
+          '--min_lr=0.0001', '--max_iters=130', '--lr_decay_iters=130', '--eval_interval=130')
+    assert float(log_rows('out')[-1]['val_loss']) < 0.01
+    model, tok, _ = load('resume', 'out')
+    ids = chat_ids(model.eval(), tok, [{'role': 'user', 'content': 'c'}], None)
+    assert tok.decode(made(model, [ids], 4, temperature=0, stop_tokens=tok.stop_tokens)[0]) == 'c'
 
 
 def test_a_missing_mask_is_reported(folder):
