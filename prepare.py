@@ -58,6 +58,7 @@ import numpy as np
 
 from tokenizer import (
     EOT,
+    MARK,
     THOUGHTS,
     in_processes,
     json_value,
@@ -443,73 +444,130 @@ def encode_piece(tok, special_tokens, piece):
     parts = [ids]  # MiniMind 2's text already contains bos and eot
     if begins and not {*ids[:1]} & {*tok.bos}:
         parts.insert(0, tok.bos)
-    if ends and tok.eot not in ids[-1:]:
+    if ends and tok.eot not in (None, *ids[-1:]):
         parts.append([tok.eot])
     ids = np.concatenate(parts, dtype=dtype_of(tok.n_vocab), casting='unsafe')
     return split, ids, None, int(tok.sizes[ids].sum())
 
 
 def encode_chat(tok, special_tokens, errors, item):
-    """An item of split_texts -> (split, ids, mask, learned bytes), or None if errors='ignore'."""
+    """An item of split_texts -> (split, ids, mask, learned bytes, number of opened prompts), or None if
+    errors='ignore'."""
     split, chat, _ = item
+    opened = []
     try:
         ids, mask = encode_conversation(
-            tok, chat if special_tokens == 'tokens' else Conversation(*tok.as_text([*chat])))
+            tok, chat if special_tokens == 'tokens' else Conversation(*tok.as_text([*chat])), opened)
+        if tok.document_token in ids[1:-1]:
+            raise ValueError(f'{tok.decode([tok.document_token])} would end the conversation early')
     except ValueError as e:
         if errors == 'ignore':
             return None
         raise ValueError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
                          'by --errors=ignore') from None
-    return split, ids, mask, int(mask @ tok.sizes[ids])
+    return split, ids, mask, int(mask @ tok.sizes[ids]), len(opened)
 
 
-def encode_conversation(tok, conversation):
-    """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt
-    to the next stop token. Raises ValueError if an answer has none."""
+def encode_conversation(tok, conversation, opened=()):  # noqa: C901
+    """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
+    first stop token after the answer and before the next message's content. Without such a stop token,
+    the answer's own text is learned, and the last answer gets one. opened: a list for the prompts that
+    the text does not continue, because they begin thoughts. Raises ValueError if the template omits an
+    answer, or renders its prompt differently."""
     _, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
-    mask = np.zeros(len(ids), np.uint8)
-    end = 0
-    stops = np.flatnonzero(np.isin(ids, tok.stop_tokens))
+    mask = np.zeros(len(ids) + 1, np.uint8)
+    marks = '|'.join(re.escape(tok.decode([i])) for i in tok.stop_tokens)
+    stops = [*zip((match.start() for match in re.finditer(marks, text)),  # places in text and ids
+                  np.flatnonzero(np.isin(ids, tok.stop_tokens)))]
+
+    def unchanged(n, **change):
+        """The place where a change of message n first shows in the text."""
+        changed = [*messages[:n], messages[n] | change, *messages[n + 1:]]
+        return common(text, tok.render(changed, False, tools))
+
     for n, message in enumerate(messages):
-        if message['role'] == 'assistant':
-            prompt = tok.render(messages[:n], True, tools)
-            shared = os.path.commonprefix([prompt, text])
-            # prompt and text may open an answer's thoughts differently
-            agrees = shared == prompt or shared.startswith(tok.render(messages[:n], False, tools))
-            begin = len(os.path.commonprefix([tok.encode_chat(shared), ids]))
-            later = stops[stops >= max(begin, end)]
-            if not (agrees and len(later)):
-                raise ValueError(f'message {n + 1}: the chat template renders earlier turns differently once '
-                                 'this answer is added, or ends the answer without a stop token')
-            end = later[0] + 1
-            mask[begin:end] = message.get('learn', True)
-    return np.array(ids, dtype_of(tok.n_vocab)), mask
+        if message['role'] != 'assistant':
+            continue
+        place = f'message {n + 1}: the chat template'
+        prompt = tok.render(messages[:n], True, tools)
+        start = common(prompt, text)
+        if start < len(prompt):  # compare without white space
+            asked, before, rendered = (''.join(one.split()) for one in (
+                prompt, tok.render(messages[:n], False, tools), text))
+            same = common(asked, rendered)
+            if not rendered.startswith(before):
+                raise ValueError(f'{place} renders earlier turns differently once this answer is added')
+            opened += (prompt,) * (same < len(asked))
+            start = max(start, [0, *(match.end() for match in re.finditer(r'\S', text))][same])
+        begin = common(tok.encode_chat(text[:start]), ids)
+
+        content = message['content'].strip()
+        calls = message.get('tool_calls')
+        said = -1 if calls else text.find(content, start)
+        if said < 0:  # see where it shows
+            content = ''
+            change = {'tool_calls': [call | {'function': {'name': MARK, 'arguments': {}}} for call in calls]
+                      } if calls else {'content': MARK}
+            said = unchanged(n, **change)
+            if said == len(text):
+                raise ValueError(f'{place} does not render its {"".join(change)}')
+        said = max(said + len(content), start)
+        stop, end = next((stop for stop in stops if stop[0] >= said), (len(text), 0))
+
+        limit = len(text)
+        if later := messages[n + 1:]:
+            following = later[0]['content']
+            limit = text.find(following.strip() or MARK, start)
+            if limit <= stop:  # it was not found, or is in this answer too
+                limit = unchanged(n + 1, content=MARK + following)
+        if stop < limit:
+            end += 1
+        elif not later and tok.stop_tokens:
+            ids.append(tok.stop_tokens[0] if calls else tok.end_of_answer)
+            end = len(ids)
+        else:
+            own = (tok.render(messages[:n + 1], False, tools) if calls
+                   else text[:unchanged(n, content=message['content'] + MARK)])
+            if not later or common(own, text) < said:
+                raise ValueError(f'{place} ends this answer without a known stop token')
+            end = common(tok.encode_chat(own), ids)
+        mask[begin:end] = message.get('learn', True)
+    return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)]
 
 
-def pack(encoded, block_size, eot, counts):
-    """Packs (split, ids, mask, n_bytes) of conversations into slots of block_size tokens.
+def common(a, b):
+    """How long the same beginning of two texts or lists is."""
+    return len(os.path.commonprefix([a, b]))
 
-    eot begins each piece and fills slots. Conversations longer than a slot are cut into pieces.
+
+def pack(encoded, block_size, first, counts):
+    """Packs (split, ids, mask, n_bytes, n_opened) of conversations into slots of block_size tokens.
+
+    `first` begins each piece and fills slots. Conversations longer than a slot are cut into pieces.
     Each split ends with one more token, its last target.
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
-    for split, ids, mask, n_bytes in encoded:
+    for split, ids, mask, n_bytes, n_opened in encoded:
+        begin = int(ids[0] == first)
+        ids = ids[begin:]
+        mask = mask[begin:]
         counts['cut'] += len(ids) > room
+        counts['opened'] += n_opened
         mask[room::room] = 0  # the first token after a cut has no context
         for begin in range(0, len(ids), room):
             piece = ids[begin:begin + room]
-            n_eot = 1
+            n_first = 1
             if len(piece) >= left[split]:
-                n_eot += left[split]
+                n_first += left[split]
                 left[split] = block_size
             left[split] -= 1 + len(piece)
-            yield (split, np.pad(piece, (n_eot, 0), constant_values=eot),
-                   np.pad(mask[begin:begin + room], (n_eot, 0)), 0 if begin else n_bytes)
+            yield (split, np.pad(piece, (n_first, 0), constant_values=first),
+                   np.pad(mask[begin:begin + room], (n_first, 0)), 0 if begin else n_bytes)
     for split, n in left.items():
-        yield split, np.repeat(eot, n + 1), np.zeros(n + 1, np.uint8), 0
+        yield split, np.repeat(first, n + 1), np.zeros(n + 1, np.uint8), 0
 
 
 def dtype_of(n_vocab):
@@ -531,9 +589,9 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
     if block_size:
         work = functools.partial(encode_chat, tok, special_tokens, errors)
         encoded = filter(None, in_processes(procs, work, texts))
-        # prefer an eot that does not end messages
-        eot = tok.special.get(EOT, tok.special.get('<|end_of_text|>', eot))
-        encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
+        eot = tok.document_token
+        first = [*tok.stop_tokens, 0][0] if eot is None else eot
+        encoded = pack(encoded, block_size, np.array(first, dtype_of(tok.n_vocab)), counts)
     else:
         work = functools.partial(encode_piece, tok, special_tokens)
         encoded = in_processes(procs, work, pieces_of_texts(texts, tok.can_cut))
@@ -770,6 +828,10 @@ if __name__ == '__main__':
                 tokenizer, texts=(blocks(document) for _, document, _ in texts()),
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
                 by_document=source.chats or len(n_train) > 1, procs=procs)
+        if source.chats and tok.document_token is None:
+            print(f'{tokenizer} has no special token that only separates: conversations see each other')
+        elif not source.chats and tok.eot is None and len(n_train) > 1:
+            print(f'{tokenizer} has no end of text: nothing separates the documents')
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens, errors)
 
@@ -780,4 +842,7 @@ if __name__ == '__main__':
         config = ' config/chat.py'
         print(f'{meta["train_learnt"]:,} train tokens are learned; {meta["cut"]:,} conversations are longer '
               f'than {block_size} tokens and cut')
+        if meta['opened']:
+            print(f'{meta["opened"]:,} prompts begin thoughts that the answers in the data do not continue: '
+                  'add thoughts to the data, or use a chat template without them')
     print(f'next: python train.py{config} --dataset={folder}')

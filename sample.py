@@ -337,10 +337,13 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     half. cache: one row with the first tokens of a single prompt; a GPU may append an extra token.
     batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI 2022).
     drafter: for speculative decoding (arXiv:2211.17192) of one sample at a time. sampling: options of
-    sample_token. The model must be in eval mode. Raises ValueError for NaN, and for a drafter if a layer
-    has a state."""
+    sample_token. The model must be in eval mode. Raises ValueError for NaN, for a token outside the
+    vocabulary, and for a drafter if a layer has a state."""
     device = model.wte.weight.device
     sampling_device = 'cpu' if device.type == 'mps' else device  # MPS has returned ids out of range
+    if (highest := max(map(max, filter(None, prompts)), default=0)) >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token {highest}, which is outside the model's vocabulary of "
+                         f"{model.config.vocab_size}: leave out the text of this token")
     n_draft = drafter.n_draft if drafter else 0
     n_rows = 1 if drafter else len(prompts[:batch_size])
     is_new = cache is None

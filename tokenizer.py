@@ -113,6 +113,10 @@ THINKING = 'enable_thinking', 'open_thinking', 'thinking'
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 MARK = '\U0010ffff'  # a noncharacter; see as_text
 
+# messages that show what a chat template renders; no vocabulary has U+0378, so it becomes bytes or <unk>
+QUESTION = {'role': 'user', 'content': 'a question \u0378'}
+ANSWER = {'role': 'assistant', 'content': 'the answer'}
+
 
 class Tokenizer:
     """Subclasses add encode_array (text -> ids, with special tokens as plain text) and state (plain values
@@ -191,15 +195,37 @@ class Tokenizer:
 
     @functools.cached_property
     def stop_tokens(self):
-        """eot, the special token that ends an answer in the chat template, and eos_tokens."""
-        ends = [] if self.eot is None else [self.eot]
-        answer = 'the answer'
-        if self.chat_template:
-            messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
-            with contextlib.suppress(Exception):  # chat() raises the error
-                after = self.render(messages, False).rpartition(answer)[2]
-                ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
-        return tuple(dict.fromkeys([*ends, *self.eos_tokens]))
+        """eot, end_of_answer and eos_tokens."""
+        ends = self.eot, self.end_of_answer, *self.eos_tokens
+        return tuple(dict.fromkeys(i for i in ends if i is not None))
+
+    @functools.cached_property
+    def end_of_answer(self):
+        """The special token that ends an answer in the chat template, or that begins the next message if it
+        is published as an end, as in GLM; otherwise eot."""
+        published = {self.eot, *self.eos_tokens}
+        ids = []
+        with contextlib.suppress(Exception):  # chat() raises the error
+            last, earlier = (self.special_tokens_in(self.render(messages, False).rpartition('the answer')[2])
+                             for messages in ([QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION]))
+            both = os.path.commonprefix([last, earlier])
+            ids = [i for i in both + earlier[:1] if i in published] or last
+        return [*ids, self.eot][0]
+
+    @functools.cached_property
+    def document_token(self):
+        """A special token that a conversation may begin with, but cannot contain: bos if the chat template
+        renders it only there, or a token that the template never renders. None if there is none."""
+        inside = self.special_tokens_in(str(self.chat_template))
+        for first in [], [{'role': 'system', 'content': 'Be brief.'}]:
+            with contextlib.suppress(Exception):  # a template may reject system messages
+                inside += self.chat([*first, QUESTION, ANSWER, QUESTION, ANSWER], False)[1:]
+        names = self.chat_variables.get('bos_token'), EOT, *sorted(self.special, key=self.special.get)
+        return next((i for i in map(self.special.get, names) if i not in (None, *inside)), None)
+
+    def special_tokens_in(self, text):
+        """The ids of the special tokens in a text."""
+        return [self.special[mark] for mark in re.findall(self.special_pattern, text)]
 
 
 def json_value(value, change=str):

@@ -319,7 +319,7 @@ def write_packed(eot=22, block=16):
     talks = [np.random.default_rng(n).integers(22, size=n) for n in (5, 8, 12, 3, 4, 2, 15, 7)]
     learnt = [(np.arange(1, 1 + len(talk)) % 7 > 2).astype(np.uint8) for talk in talks]
     for split in 'train', 'val':
-        encoded = [(split, *both, 0) for both in zip(talks, learnt)]
+        encoded = [(split, *both, 0, 0) for both in zip(talks, learnt)]
         packed = [(ids.astype('<u2'), mask) for name, ids, mask, _ in prepare.pack(
             encoded, block, eot, collections.Counter()) if name == split]
         for end, parts in zip(('.bin', '.mask.bin'), zip(*packed)):

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -26,7 +27,10 @@ from common import (
     PREP_DATA,
     ROOT,
     TOOLS,
+    TOY,
     chat_tokenizer,
+    log_rows,
+    made,
     of_split,
     prep_awkward,
     prep_gpt2,
@@ -36,12 +40,14 @@ from common import (
     prep_toy_bpe,
     run,
     save_tokenizer,
+    train,
 )
 
 import prepare
 import tokenizer as flat_tokenizer
+from sample import chat_ids, load
 from tokenizer import make_tokenizer
-from zoo.tokenizer_json import JsonTokenizer
+from zoo.tokenizer_json import JsonTokenizer, bpe_json, byte_chars
 
 SHAKESPEARE = Path(PREP_DATA, 'tinyshakespeare.txt')
 SPLITS = ('train', 'val')
@@ -326,15 +332,15 @@ def test_the_mask_is_what_the_assistant_writes(template):
 
 
 def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
-    chats = [('train', np.array(ids, '<u2'), np.ones(len(ids), np.uint8), len(ids))
-             for ids in ([11], [21, 22, 23], [31, 32], range(41, 47))]
+    chats = [('train', np.array(ids, '<u2'), np.ones(len(ids), np.uint8), len(ids), 0)
+             for ids in ([11], [9, 21, 22, 23], [31, 32], range(41, 47))]  # one begins with the token itself
     counts = collections.Counter()
     _, ids, mask, sizes = zip(*(part for part in prepare.pack(chats, 5, np.array(9, '<u2'), counts)
                                 if part[0] == 'train'))
     ids, mask = np.concatenate(ids).tolist(), np.concatenate(mask).tolist()
     assert ids == [9, 11, 9, 9, 9, 9, 21, 22, 23, 9, 9, 31, 32, 9, 9, 9, 41, 42, 43, 44, 9, 45, 46, 9, 9, 9]
     assert mask == [int(i not in (9, 45)) for i in ids]  # 45 has no context
-    assert sum(sizes) == 12 and counts == {'cut': 1}
+    assert sum(sizes) == 13 and counts == {'cut': 1, 'opened': 0}
 
 
 def test_conversations_are_packed_in_order(prep):
@@ -356,8 +362,8 @@ def test_conversations_are_packed_in_order(prep):
                   for turns in of_split(split, messages)]
         ids, mask = prep_ids('data/chats', split), prep_ids('data/chats', f'{split}.mask', np.uint8)
         for written, parts in zip((ids, mask), zip(*wanted)):
-            assert np.array_equal(written[ids != 256], np.concatenate(parts))
-        assert (ids[::meta['block_size']] == 256).all() and len(ids) % meta['block_size'] == 1
+            assert np.array_equal(written[ids != meta['eot']], np.concatenate(parts))
+        assert (ids[::meta['block_size']] == meta['eot']).all() and len(ids) % meta['block_size'] == 1
     assert meta['train_bytes'] + meta['val_bytes'] == sum(len(answer) for _, answer in pairs)
     write_jsonl('chats.jsonl', [{'text': 'a' * 99}])
     prep('chats.jsonl --out=chats --overwrite=True')  # text: the masks are gone
@@ -395,6 +401,101 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
       for name, no in (('weight', 0), ('loss_mask', 0.0), ('trainable', False)))])
 def test_every_record_becomes_plain_messages(record, messages):
     assert prepare.read_record('x', record).messages == messages
+
+
+def published(special, message, prompt="'<|assistant|>'", bos='<s>', eos='</s>', ends='', begin=''):
+    """A tokenizer of bytes and special tokens. Its chat template begins with `begin`, renders each message by
+    the expression `message`, and asks for an answer by `prompt`. ends: in generation_config.json."""
+    special = {text: 256 + i for i, text in enumerate(special.split())}
+    template = (begin + "{% for m in messages %}{% set answer = m.role == 'assistant' %}{{ " + message
+                + ' }}{% endfor %}{% if add_generation_prompt %}{{ ' + prompt + ' }}{% endif %}')
+    return JsonTokenizer(bpe_json(byte_chars(), [], [], special), {
+        'chat_template': template, 'eos_token': eos, 'bos_token': bos,
+        'eos_token_id': [special[end] for end in ends.split()]})
+
+
+ROLE = "'<|' + m.role + '|>' + m.content"
+CALL_NAME = 'm.tool_calls[0].function.name'
+KINDS = {  # the structure of published templates -> the token that keeps conversations apart
+    'Zephyr': (published('<unk> <s> </s>', ROLE + ' + eos_token'), '<s>'),
+    'Llama 2': (published('<unk> <s> </s>', "m.content + eos_token if answer else bos_token + '[' + "
+                          "m.content + ']'", "''"), '<unk>'),
+    'gpt-oss': (published('<|return|> <|endoftext|> <|end|> <|call|>', f"{ROLE} + ({CALL_NAME} + '<|call|>' "
+                          "if m.tool_calls else '<|return|>' if answer and loop.last and "
+                          "not add_generation_prompt else '<|end|>')", eos='<|return|>'), '<|endoftext|>'),
+    'GLM': (published('<|endoftext|> <|user|> <|assistant|> <|tool|>',
+                      f"{ROLE} + ({CALL_NAME} if m.tool_calls else '')", eos='<|endoftext|>',
+                      ends='<|user|> <|tool|>'), '<|endoftext|>'),
+    'Cohere': (published('</s> <s> <|done|>', ROLE + " + ('<|done|>' if answer else '') + eos_token",
+                         begin='{{ bos_token }}'), '<s>'),
+    'one special': (published('</s>', ROLE + ' + eos_token'), None),
+    'R1': (published('<s> </s>', ROLE + ' + eos_token', "'<|assistant|><think>'"), '<s>'),
+    'spaced': (published('<s> </s>', ROLE + " + ('' if loop.last else '\n') + eos_token"), '<s>'),
+}
+CALLED = {'role': 'assistant', 'content': '', 'tool_calls': [CALL]}
+TOLD = {'role': 'tool', 'content': '12:00'}
+TALK = prepare.make_messages(('Hi', 'Ho'), ('o', 'Oh'))  # the second question is part of the first answer
+
+
+@pytest.mark.parametrize('kind, messages, learned', [
+    ('Zephyr', TALK, ['Ho</s>', 'Oh</s>']), ('Llama 2', TALK[:3], ['Ho</s>']),
+    ('gpt-oss', TALK, ['Ho', 'Oh<|return|>']),
+    ('gpt-oss', [TALK[0], CALLED, TOLD, TALK[1]], ['now<|call|>', 'Ho<|return|>']),  # no published end
+    ('GLM', TALK, ['Ho<|user|>', 'Oh<|user|>']), ('GLM', TALK[:3], ['Ho<|user|>']),
+    ('GLM', [TALK[0], CALLED, TOLD, TALK[1]], ['now<|tool|>', 'Ho<|user|>']),
+    ('GLM', [TALK[0], CALLED], ['now<|endoftext|>']),
+    ('Cohere', TALK, ['Ho<|done|></s>', 'Oh<|done|></s>']), ('R1', TALK, ['Ho</s>', 'Oh</s>']),
+    ('spaced', TALK, ['Ho\n</s>', 'Oh</s>'])])
+def test_an_answer_ends_in_its_own_message(kind, messages, learned):
+    tok, opened = KINDS[kind][0], []
+    ids, mask = prepare.encode_conversation(tok, prepare.Conversation('x', messages), opened)
+    text = tok.render(messages, False)
+    assert answers_in(tok, ids, mask) == learned and len(opened) == 2 * (kind == 'R1')
+    assert tok.decode(ids) in (text, f'{text}<|user|>', f'{text}<|endoftext|>')
+
+
+def test_an_answer_that_the_template_omits_is_named():
+    for tok, answer, key in ((KINDS['Zephyr'][0], CALLED | {'content': 'what is now?'}, 'tool_calls'),
+                             (published('</s>', "m.role + (m.content[0].text or '')"), TALK[1], 'content')):
+        with pytest.raises(ValueError, match=f'message 2: the chat template does not render its {key}'):
+            prepare.encode_conversation(tok, prepare.Conversation('x', [TALK[0], answer]))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_token_between_conversations_is_never_inside(kind, prep):
+    tok, token = KINDS[kind]
+    save_tokenizer(tok)
+    write_jsonl('chats.jsonl', [{'messages': TALK}] * 30)
+    out, error = prep('chats.jsonl --tokenizer=tok --block_size=120')
+    assert not error and ('conversations see each other' in out) == (token is None)
+    assert ('60 prompts begin thoughts' in out) == (kind == 'R1')
+    assert prepare.read_meta('data/chats')['eot'] == tok.special.get(token)
+    if token:
+        texts = [*filter(None, tok.decode(prep_ids('data/chats', 'train')).split(token))]
+        text, = {text.removesuffix('<|user|>') for text in texts}
+        assert text == tok.render(TALK, False).removeprefix(token) and len(texts) == 27
+        write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((f'a{token}b', 'Ho'))}] * 30)
+        line = 'chats.jsonl --tokenizer=tok --special_tokens='  # a message may contain the token
+        assert f'record 1, {token} would end the conversation early' in prep(f'{line}tokens')[1]
+        assert not prep(f'{line}text')[1]
+
+
+@pytest.mark.parametrize('kind', ['Zephyr', 'Llama 2'])
+def test_an_answer_sees_its_question(kind, prep):
+    """A model learns to repeat one of 16 letters, twice. A guess costs ln 16 per letter, a quarter of what it
+    learns."""
+    tok, rng = KINDS[kind][0], random.Random(0)
+    save_tokenizer(tok)
+    write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((letter, letter), ('?', letter))}
+                                for letter in rng.choices('abcdefghijklmnop', k=2000)])
+    assert not prep('chats.jsonl --tokenizer=tok --block_size=64')[1]
+    train(*TOY, '--dataset=chats', '--vocab_size=320', '--qk_norm=True', '--n_embd=64', '--block_size=64',
+          '--batch_size=8', '--gradient_accumulation_steps=1', '--optimizer=muon', '--learning_rate=0.01',
+          '--min_lr=0.0001', '--max_iters=130', '--lr_decay_iters=130', '--eval_interval=130')
+    assert float(log_rows('out')[-1]['val_loss']) < 0.01
+    model, tok, _ = load('resume', 'out')
+    ids = chat_ids(model.eval(), tok, [{'role': 'user', 'content': 'c'}], None)
+    assert tok.decode(made(model, [ids], 4, temperature=0, stop_tokens=tok.stop_tokens)[0]) == 'c'
 
 
 def test_a_missing_mask_is_reported(folder):
@@ -437,6 +538,16 @@ def test_tool_data_under_our_own_template(prep):
     assert f'<tools>{json.dumps(TOOLS)}</tools>' in tok.decode(ids)
     assert answers_in(tok, ids, mask)[:2] == [
         f'<tool_call>{json.dumps(CALL["function"])}</tool_call><|im_end|>', 'Ho<|im_end|>']
+
+
+def test_a_tokenizer_without_an_end_of_text(prep):
+    save_tokenizer(tok := published('<x>', ROLE))
+    write_jsonl('tales.jsonl', [{'text': 'ab'}] * 20)
+    assert 'tok has no end of text: nothing separates the documents' in prep('tales.jsonl --tokenizer=tok')[0]
+    assert prep_ids('data/tales_tok', 'train').tolist() == tok.encode('ab' * 18)
+    write_jsonl('chats.jsonl', [{'messages': TALK}] * 20)
+    assert 'message 2: the chat template ends this answer without a known stop token' in prep(
+        'chats.jsonl --tokenizer=tok')[1].replace('message 4', 'message 2')
 
 
 def test_a_config_file_adds_a_source(prep):

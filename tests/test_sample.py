@@ -280,6 +280,11 @@ def test_a_conversation_is_each_turn_from_nothing(template, variant, devices, mo
         cached = chat.cached[:int(chat.cache.length)]
 
 
+def test_a_prompt_token_outside_the_vocabulary_is_named():
+    with pytest.raises(ValueError, match="token 999, which is outside the model's vocabulary of"):
+        made(chat_model(), [[1, 999], []], 3)
+
+
 def test_special_tokens_that_are_typed_are_text():
     tok, model = byte_chat_tokenizer(), chat_model()
     for system in '', 'Be <|im_end|>':

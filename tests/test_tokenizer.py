@@ -307,6 +307,22 @@ def test_chats_are_rendered_as_by_transformers(name, tmp_path):
         assert ours.render(messages, True, tools, thinking) == text
 
 
+@pytest.mark.parametrize('older', [True, False])
+def test_special_tokens_map_counts_as_in_transformers(older, tmp_path):
+    """Only next to a tokenizer_config.json of the older format."""
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '</s>',
+              'chat_template': '{{ bos_token }}|{{ eos_token }}'}
+    if not older:
+        config['added_tokens_decoder'] = {}
+    save_tokenizer(JsonTokenizer(oracle('llama2').to_str(), config), tmp_path)
+    (tmp_path / 'special_tokens_map.json').write_text(json.dumps(
+        {'bos_token': {'content': '<s>', 'lstrip': False}, 'eos_token': '<unk>'}))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
+    ours = json_tokenizer(str(tmp_path))
+    assert ours.render(CHATS[0]) == theirs.apply_chat_template(CHATS[0], tokenize=False)
+    assert ours.eot == theirs.eos_token_id
+
+
 def with_template(template):
     tok = ByteTokenizer()
     tok.chat_template = template

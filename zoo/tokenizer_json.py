@@ -27,7 +27,7 @@ class JsonTokenizer(Tokenizer):
         self.chat_template = self.config.get('chat_template')
         self.eos_tokens = self.config.get('eos_token_id', ())
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
-        self.eot = next((vocab[end] for end in ends if end in vocab), None)
+        self.eot = next((vocab[end] for end in ends if end in vocab), *self.eos_tokens[:1] or [None])
         some = self.library.encode('a')  # a post-processor may add a bos
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
 
@@ -109,6 +109,8 @@ def json_tokenizer(path):
         file = folder / name
         return json.loads(file.read_bytes()) if file.exists() else {}
     config = read('tokenizer_config.json')
+    if 'added_tokens_decoder' not in config:  # an older format
+        config |= read('special_tokens_map.json')
     config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
     template = folder / 'chat_template.jinja'
     if template.exists():
