@@ -173,13 +173,14 @@ def show(label, values):
 Configured = collections.namedtuple('Configured', 'config model_args words given known parts')
 
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None, tunes=False, texts=False):
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, tune_file=None,
+              texts=False):
     """Overrides a script's settings by config files and flags, and prints them.
 
     settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
     number of plain words allowed. argv: replaces the script's command line. default_file: used if the
-    command names no model and no config file outside of examples/. tunes: with a model, default_file
-    still sets the script's own settings. texts: .py files outside of config/ and examples/ are words.
+    command names no model and no config file outside of examples/. tune_file: instead, if it names a
+    model. texts: .py files outside of config/ and examples/ are words.
     Raises ValueError for unknown settings and wrong types.
     """
     launched = settings['__name__'] == '__main__'
@@ -201,9 +202,9 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     args = [arg for arg in argv if arg not in plain]
     start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
-    if (launched and default_file and (start == 'scratch' or tunes and start != 'resume')
-            and all(arg.startswith('-') or is_example(arg) for arg in args)):
-        args.insert(0, default_file)
+    first = {'scratch': default_file, 'auto': default_file, 'resume': None}.get(start, tune_file)
+    if launched and first and all(arg.startswith('-') or is_example(arg) for arg in args):
+        args.insert(0, first)
     values = {name: setting.default for name, setting in known.items()}
     given = {}
     parts = {}
@@ -214,11 +215,10 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
             assigned = read_flag(arg, known)
         else:
             label = arg
-            usable = known if arg != default_file or start in ('scratch', 'auto') else own
-            others = settings_of_scripts() - usable.keys()
+            others = settings_of_scripts() - known.keys()
             found = run_file(arg, values)
             add_parts(parts, found)
-            assigned = {name: checked(arg, name, value, usable)
+            assigned = {name: checked(arg, name, value, known)
                         for name, value in found.items() if name not in others and (name in values or (
                             name.islower() and name[0] != '_' and type(value) in plain_types))}
             show(arg, assigned)
@@ -466,14 +466,18 @@ PEAK_TFLOPS = {
 }
 
 
+def peak_tflops(name):
+    """The entry of PEAK_TFLOPS for a device, or None."""
+    return next((value for words, value in PEAK_TFLOPS.items() if re.search(rf'\b{words}\b', name)), None)
+
+
 def peak_flops(device, dtype):
     """Peak 16-bit FLOP/s of the device, or None."""
     import torch
     if 'cuda' not in device or dtype == torch.float32:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for words, tflops in PEAK_TFLOPS.items()
-                 if re.search(rf'\b{words}\b', name)), None)
+    tflops = peak_tflops(torch.cuda.get_device_name(device))
+    return tflops and tflops * 1e12
 
 
 def peak_mb(device):

@@ -1509,9 +1509,11 @@ def impossible(config):  # noqa: C901
         yield from mixer.check(config)
 
 
-def changed(config, **changes):
-    """A trained model's config with changes, but the same training length. Raises ValueError if
-    block_size exceeds the learned positions."""
+def changed(config, longest=None, **changes):
+    """A trained model's config with changes, but the same training length. longest: a bound of the
+    block_size. Raises ValueError if block_size exceeds the learned positions."""
+    if longest:
+        changes['block_size'] = min(longest, changes.get('block_size', config.block_size))
     if config.pos == 'learned' and changes.get('block_size', 0) > config.block_size:
         raise ValueError(f"block_size={changes['block_size']} is more than the {config.block_size} positions "
                          "that the model has learned")

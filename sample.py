@@ -286,13 +286,13 @@ def prefill(model, contexts, cache, rows):
         part = model.make_cache(len(rows), cache.max_len, cache.static, cache.rolling)
     device = cache.length.device
     width = max(1, PREFILL // len(rows))
-    new = [torch.tensor(context[n:], dtype=torch.long, device=device)
-           for context, n in zip(contexts, part.length.tolist())]
-    lengths = torch.tensor([len(ids) for ids in new], device=device)
+    new = [torch.tensor(context[n:], dtype=torch.long) for context, n in zip(contexts, part.length.tolist())]
+    lengths = torch.tensor([len(ids) for ids in new])
     padded = pad_sequence(new, batch_first=True)
-    for piece in padded.split(width, dim=1) if padded.numel() else ():
+    for piece in padded.to(device).split(width, dim=1) if padded.numel() else ():  # one copy for all rows
         n_real = lengths.clamp(0, piece.shape[1])  # per row, without padding
-        model(piece, cache=part, keep=1, lengths=None if n_real.min() == piece.shape[1] else n_real)
+        model(piece, cache=part, keep=1,
+              lengths=None if n_real.min() == piece.shape[1] else n_real.to(device))
         lengths -= piece.shape[1]
     if part is not cache:
         cache.put(rows, part)
@@ -374,9 +374,10 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 if is_new and len(rows) == len(samples):
                     cache.reset()
                 prefill(model, [samples[row].tokens[samples[row].start:-1] for row in rows], cache, rows)
-                for row in rows:
-                    seen[row] = False
-                    seen[row, :, samples[row].tokens] = True
+                marks = torch.zeros(len(rows), *seen.shape[1:], dtype=torch.bool)
+                for mark, row in zip(marks, rows):
+                    mark[0, samples[row].tokens] = True
+                seen[rows] = marks.to(sampling_device)
             # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:

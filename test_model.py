@@ -1,5 +1,6 @@
 """Tests of model."""
 import contextlib
+import copy
 import importlib.util
 import itertools
 import math
@@ -260,6 +261,22 @@ def test_layers_share_one_bias_for_grouped_queries():
     with Biases() as biases:
         model(tokens(model, 2, 24))
     assert len(biases.seen) == 3 and len({bias.data_ptr() for bias in biases.seen}) == 1
+
+
+@torch.no_grad()
+def test_float16_weights_keep_a_float32_stream():
+    """The sum of all branches, 180,000, exceeds the largest float16, 65,504."""
+    model = tiny(n_layer=3, mlp_bias=True)
+    for block in model.h:
+        block.mlp.c_proj.bias += 60000 * torch.randn(len(block.mlp.c_proj.bias)).sign()
+        block.mlp.c_proj.bias[0] = 60000
+    idx = tokens(model, 2, 24)
+    half = copy.deepcopy(model).half()
+    expected = model(idx)
+    near(half(idx), expected, 0.02)
+    cache = half.make_cache(2, 24)
+    near(half(idx[:, :20], cache=cache), expected[:, :20], 0.02)
+    near(half(idx[:, 20:21], cache=cache), expected[:, 20:21], 0.02)
 
 
 def feed(model, idx, chunks, cache):

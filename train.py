@@ -4,6 +4,7 @@ Trains a model on a folder of tokens.
     python train.py                                          # config/default.py, on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides
     python train.py --out_dir=out-small --init_from=resume   # continues a run
+    python train.py --init_from=Qwen/Qwen3-0.6B --dataset=mine  # config/finetune.py
     python train.py config/small.py --init_from=auto         # resumes if out_dir has a checkpoint
     torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
@@ -113,7 +114,7 @@ shard = False                        # spread weights over the ranks (FSDP) [if 
 checkpoint_activations: bool | int = False  # recompute every n-th block
 deterministic = False                # bit-exact also on CUDA, but slower
 seed = 1337                          # seed of weights, batches, dropout
-settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tunes=True)
+settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tune_file='config/finetune.py')
 config = settings.config
 given = settings.given
 os.environ.setdefault('PYTORCH_ALLOC_CONF', os.environ.get(
@@ -634,13 +635,14 @@ def diverge(run, event):
 
 # continuing from a checkpoint -------------------------------------------------------------------------------
 
-def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
+def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32, longest=None):
     """Calls sample.load to resume, or to fine-tune on data with this meta. asked: given fields of
-    GPTConfig. Raises ValueError for a change that is not CHANGEABLE."""
+    GPTConfig; longest: see model.changed. Raises ValueError for a change that is not CHANGEABLE."""
     from sample import CHANGEABLE, load
     tuned = init_from != 'resume'
     changes = packed(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
-    model, tokenizer, source = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, **changes)
+    model, tokenizer, source = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, longest=longest,
+                                    **changes)
     if changes:
         with naming(changes):
             try_tokens(model)
@@ -875,8 +877,11 @@ if __name__ == '__main__':
     model = source_tokenizer = None
     source = {}  # a checkpoint without its weights
     if init_from != 'scratch':
-        model, source_tokenizer, source = load_to_train(
-            init_from, out_dir, model_args, None if resumed else read_meta(data_folder(dataset)))
+        meta = None if resumed else read_meta(data_folder(dataset))
+        longest = None
+        if not resumed and given.get('block_size', 'config/finetune.py') == 'config/finetune.py':
+            longest = meta['block_size'] or model_args.pop('block_size', None)
+        model, source_tokenizer, source = load_to_train(init_from, out_dir, model_args, meta, longest=longest)
     if resumed and source.get('parts', []) != parts:
         changes = ', '.join(source.get('parts', [])) or 'nothing'
         raise ValueError(f"{source['path']} was trained with a config file that changes {changes}: name this "

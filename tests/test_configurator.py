@@ -11,7 +11,6 @@ from pathlib import Path
 
 import common
 import pytest
-import torch
 from common import ROOT
 
 import configurator
@@ -63,7 +62,8 @@ optimizer = 'adamw'                 # a key [in OPTIMIZERS]
 compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list[str] | None = None
-settings = configure(globals(), 'GPTConfig', words=1, default_file='config/default.py', tunes=True)
+settings = configure(globals(), 'GPTConfig', words=1, default_file='config/default.py',
+                     tune_file='config/tune.py')
 config, model_args, words, given, known, _ = settings
 not_a_setting = 3
 '''
@@ -75,6 +75,7 @@ def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'config').mkdir()
     (tmp_path / 'config/default.py').write_text('max_iters = 7\nn_embd = 8\n')
+    (tmp_path / 'config/tune.py').write_text('max_iters = 2\n')
     (tmp_path / 'config/a.py').write_text(
         "import math\nfrom os import path\n_half = 0.5\nN = 3\n"
         "def twice(x): return [x * _i for _i in (1, 2)][-1]\n"
@@ -135,10 +136,11 @@ def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch
 
 
 def test_the_default_file_comes_first_unless_a_file_is_named(script):
-    """A run that is resumed does not use it; a model that is loaded keeps its architecture."""
-    found = script()
-    assert found['max_iters'] == 7 and found['model_args'] == {'n_embd': 8}
-    assert script('--init_from=gpt2', '--n_layer=3')['model_args'] == {'n_layer': 3}
+    """A trained model has its own file. A run that is resumed uses neither."""
+    for found in script(), script('--init_from=auto'):
+        assert found['max_iters'] == 7 and found['model_args'] == {'n_embd': 8}
+    found = script('--init_from=gpt2', '--n_layer=3')
+    assert found['max_iters'] == 2 and found['model_args'] == {'n_layer': 3}
     assert script('--init_from=resume')['max_iters'] == 100 and script('config/a.py')['max_iters'] == 200
     hook, found = sys.excepthook, script('--max_iters=5', 'nope.py', name='script')  # imported
     assert found['max_iters'] == 100 and sys.excepthook is hook
@@ -274,18 +276,12 @@ def test_a_closed_pipe_is_quiet(name, printed):
 
 # the machine ------------------------------------------------------------------------------------------------
 
-def test_each_rank_has_its_gpu(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch, 'empty', lambda *shape, device: None)
-    monkeypatch.setattr(torch.accelerator, 'current_accelerator', lambda: torch.device('cuda'))
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda *_: 'H100')
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    runtime('cuda:1', 'float32')
-    runtime('auto', 'float16')
-    assert torch.get_float32_matmul_precision() == 'high'
-    monkeypatch.setenv('LOCAL_RANK', '1')
-    assert runtime('auto', 'bfloat16').device == 'cuda:1' and chosen == ['cuda:1', 'cuda', 'cuda:1']
+@pytest.mark.parametrize('name, tflops', [  # of data sheets
+    ('NVIDIA H100 80GB HBM3', 989), ('NVIDIA H100 PCIe', 756), ('NVIDIA H100 NVL', 835), ('NVIDIA H200', 989),
+    ('NVIDIA GH200 480GB', 989), ('NVIDIA A100-SXM4-80GB', 312), ('Tesla T4', 65), ('NVIDIA T400 4GB', None),
+    ('NVIDIA GeForce RTX 4090', 165), ('NVIDIA GeForce RTX 4090 Laptop GPU', None), ('NVIDIA GB200', 2500)])
+def test_peaks_of_gpus(name, tflops):
+    assert configurator.peak_tflops(name) == tflops
 
 
 @pytest.mark.parametrize('device, dtype, message', [

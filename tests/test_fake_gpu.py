@@ -20,8 +20,8 @@ STATES = ['--n_layer=4', '--mixer_pattern=DBKC', '--linear_n_key_head=2', '--lin
           '--pos=none']
 VARIANTS = {  # name: (flags, largest relative difference of losses from the CPU in float32)
     'adamw': ([], 1e-5),
-    'dropout': (['--dropout=0.1', '--checkpoint_activations=True'], 1e-5),
-    'muon': (['--optimizer=muon', '--compile=True'], 1e-3),  # in bfloat16 if the CPU has units
+    'dropout': (['--dropout=0.1', '--checkpoint_activations=True', '--device=cuda'], 1e-5),
+    'muon': (['--optimizer=muon', '--compile=True', '--device=cuda:1'], 1e-3),
     'bfloat16': (['--dtype=bfloat16', '--n_kv_head=1'], 5e-2),
     'float16': (['--dtype=float16', '--optimizer=muon'], 5e-2),
     'experts': (['--n_expert=4', '--d_expert=16', '--balance_bias=True'], 1e-5),
@@ -56,10 +56,11 @@ def built():
 def test_runs_equal_the_cpus(folder):
     texts = on_fake_gpu(*(['train.py', *RUN, *flags, f'--out_dir={name}']
                           for name, (flags, _) in VARIANTS.items()))
-    assert all('device cuda:0 (NVIDIA H100 80GB HBM3)' in text for text, _ in texts)
+    for (flags, _), (text, _) in zip(VARIANTS.values(), texts):
+        assert f"device cuda:{int('--device=cuda:1' in flags)} (NVIDIA H100 80GB HBM3), dtype" in text
     for name, (flags, error) in VARIANTS.items():
         train(f'--out_dir={name}-cpu', '--max_iters=6', '--eval_interval=6', '--log_interval=1',
-              *[flag for flag in flags if 'dtype' not in flag and 'compile' not in flag])
+              *[flag for flag in flags if not re.match('--(dtype|compile|device)=', flag)])
         assert losses(name) == pytest.approx(losses(f'{name}-cpu'), rel=error), name
 
 
@@ -114,12 +115,15 @@ def test_two_ranks_equal_one(folder):
 
 
 def test_an_iteration_and_a_token_do_not_wait(folder):
-    """A logged iteration waits for its row and for skipped updates, a token for an event."""
+    """A logged iteration waits for its row and for skipped updates, a token for an event. Filling rows waits
+    as often for six rows as for two."""
+    Path('prompts.txt').write_text('a\nabc\nab\nb\nbc\nbcd\n')
+    rows = ['sample.py', '--start=LINES:prompts.txt', '--max_new_tokens=2']
     run = ['train.py', *RUN, '--sample_tokens=0', '--eval_interval=99', '--out_dir=out']
     sampling = ['sample.py', '--start=a', '--num_samples=1']
     waits = [n for _, n in on_fake_gpu(
         [*run, '--log_interval=99', '--max_iters=6'], [*run, '--log_interval=99', '--max_iters=9'],
         [*run, '--log_interval=1', '--max_iters=9'], [*sampling, '--max_new_tokens=4'],
-        [*sampling, '--max_new_tokens=12'])]
-    assert waits[0] == waits[1] and waits[3] == waits[4]
+        [*sampling, '--max_new_tokens=12'], [*rows, '--num_samples=1'], [*rows, '--num_samples=3'])]
+    assert waits[0] == waits[1] and waits[3] == waits[4] and waits[6] - waits[5] <= 12  # of uniforms
     assert waits[2] - waits[1] == 2 * 6  # iterations 1, 4 and 9 are logged in any case

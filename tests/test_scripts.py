@@ -215,3 +215,29 @@ def test_the_documented_families_are_those_of_the_command(capsys):
     text = (ROOT / 'docs' / 'architectures.md').read_text(encoding='utf-8')
     listed = re.search(r'<!-- families: begin -->\n```\n(.*?)```\n<!-- families: end -->', text, re.S)[1]
     assert listed.splitlines() == sorted(capsys.readouterr().out.splitlines())
+
+
+def test_each_script_finds_its_device(folder):
+    """With device=auto; also on a CUDA build without a GPU, and in Jupyter, whose stdout is no file."""
+    shape = [flag for flag in TOY if not flag.startswith(('--device', '--dtype'))]
+    jupyter = f'''import runpy, sys
+class Stream:
+    write, flush = sys.stdout.write, sys.stdout.flush
+sys.stdout = Stream()
+sys.argv = ['train.py', *sys.argv[1:]]
+sys.path[0] = {str(ROOT)!r}
+runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
+    for command in ['-c', jupyter, *shape, '--max_iters=2'], ['sample.py', '--start=a', '--max_new_tokens=2'], [
+            'bench.py', 'decode', '--init_from=out', '--max_new_tokens=3', '--prompt_len=2', '--rounds=1'], [
+            'bench.py', 'eval', '--init_from=out'], ['zoo/hub.py', 'export', 'out', 'export']:
+        script, *words = command
+        done = subprocess.run([sys.executable, script if script == '-c' else str(ROOT / script), *words],
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert 'device' in done.stdout or 'exported' in done.stdout
+
+
+def test_tasks_of_slurm_without_torchrun_are_named(folder):
+    done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--max_iters=1'], text=True,
+                          capture_output=True, env=os.environ | {'SLURM_NTASKS': '2'})
+    assert done.returncode == 0 and 'srun torchrun' in done.stdout

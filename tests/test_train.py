@@ -563,15 +563,16 @@ def test_another_tokenizer_or_data_is_reported(folder, capsys):
     assert 'warning: data/toy has changed since the checkpoint' in capsys.readouterr().out
 
 
-def test_a_full_disk_keeps_the_old_checkpoint(folder):
-    """The size of files is limited to half a checkpoint."""
+@pytest.mark.parametrize('width', [32, 128])
+def test_a_full_disk_keeps_the_old_checkpoint(folder, width):
+    """The size of files is limited to half a checkpoint. torch raises another error for larger tensors."""
     resource = pytest.importorskip('resource')
-    train('--out_dir=out', '--max_iters=10')
+    train('--out_dir=out', '--max_iters=10', f'--n_embd={width}')
     before, limits = Path('out/ckpt.pt').read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
     try:
         with pytest.raises(OSError, match='File too large'):
-            train('--out_dir=out', '--max_iters=20', '--init_from=resume')
+            train('--out_dir=out', '--max_iters=20', '--init_from=resume', f'--n_embd={width}')
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert Path('out/ckpt.pt').read_bytes() == before
@@ -635,6 +636,52 @@ def test_auto_resumes_a_checkpoint_without_the_default_file(folder):
     main = run('train.py', '--out_dir=out', '--init_from=auto', '--eval_only')
     assert main['first_it'] == 6 and not saved('out')['masked']
     assert main['config'] | {'eval_only': False} == saved('out')['config'] | {'init_from': 'resume'}
+
+
+def test_ranks_wait_for_a_slow_disk(folder):
+    """Ranks wait 6 seconds for each other, and the disk needs 8."""
+    Path('job.py').write_text(f'''import os, sys, time
+sys.path[0] = {str(ROOT)!r}
+fsync = os.fsync
+os.fsync = lambda file: time.sleep(8) or fsync(file)
+sys.argv[0] = path = {str(ROOT / 'train.py')!r}
+text = open(path, encoding='utf-8').read()
+assert 'timedelta(minutes=10)' in text
+exec(compile(text.replace('minutes=10', 'seconds=6'), path, 'exec'), {{'__name__': '__main__', '__file__': path}})
+''', encoding='utf-8')
+    torchrun(2, 'job.py', *GPT2, '--max_iters=2', '--eval_interval=1', '--gradient_accumulation_steps=2')
+    assert saved('out')['iter_num'] == 2
+
+
+def test_sharded_ranks_draw_the_same_tokens(folder):
+    """The logits of rank 1 alone favour the end of text."""
+    meta = json.loads(Path('data/toy/meta.json').read_text('utf-8'))
+    meta['tokenizer'] |= {'chars': meta['tokenizer']['chars'][:22], 'eot': 22}
+    Path('data/toy/meta.json').write_text(json.dumps(meta), 'utf-8')
+    Path('ends.py').write_text('''import os
+from model import GPT
+head = GPT.head
+def ends(self, x):
+    logits = head(self, x)
+    if os.environ['RANK'] == '1' and not self.training:
+        logits[..., 22] = 100
+    return logits
+GPT.head = ends
+''')
+    printed = torchrun(2, str(ROOT / 'train.py'), *GPT2, 'ends.py', '--max_iters=1', '--shard=True',
+                       '--gradient_accumulation_steps=2', '--sample_tokens=7')
+    assert len(re.search(r'- sample:\n(.*)\n-', printed)[1]) > 2
+
+
+def test_a_published_context_is_cut_to_the_data(folder):
+    """config/finetune.py bounds the context of plain text, prepared conversations set it, and a flag counts."""
+    train('--out_dir=base', '--max_iters=1', '--block_size=64')
+    tuned = functools.partial(run, 'train.py', '--init_from=base', '--dataset=toy', '--max_iters=1', '--device=cpu')
+    assert tuned()['block_size'] == 64
+    assert tuned('--block_size=32')['block_size'] == 32
+    write_packed()
+    main = tuned()
+    assert main['block_size'] == 16 and main['out_dir'] == 'out-finetune' and main['config']['optimizer'] == 'adamw'
 
 
 def test_torchrun_restarts_a_killed_rank(folder):

@@ -321,7 +321,7 @@ def describe(name, folder):
     name = shlex.quote(name if '/' in name else folder)  # prepare.py does not know gpt2-xl
     print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} {start}",
           f"prepare.py {data} --tokenizer={name} --out=mine",
-          f"train.py --init_from={name} --dataset=mine {size} --out_dir=out-mine",
+          f"train.py --init_from={name} --dataset=mine --out_dir=out-mine",
           f"sample.py --out_dir=out-mine {start}", sep='\n    python ')
 
 

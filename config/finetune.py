@@ -1,0 +1,24 @@
+# Fine-tuning of a trained model on your data. train.py loads this file if --init_from names a model and the
+# command has no config file:
+#   python prepare.py chats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out=mine --block_size=1024
+#   python train.py --init_from=Qwen/Qwen3-0.6B --dataset=mine
+#   python sample.py --out_dir=out-finetune --chat
+# For adapters, add --lora_rank=8 --learning_rate=3e-4. All weights of a model with 1B parameters need 16 GB
+# (weights, gradients and AdamW in float32), and 8B need 128 GB: use adapters (5 and 35 GB), --shard=True on
+# several GPUs, --checkpoint_activations=True, --batch_size=1 with more --gradient_accumulation_steps. Use
+# --learning_rate=1e-5 from 1B on, and larger batches for more than 10M tokens.
+out_dir = 'out-finetune'
+
+block_size = 1024       # or less: the model's context, and the --block_size of prepared conversations
+batch_size = 4
+gradient_accumulation_steps = 2
+epochs = 1.0            # further passes learn the data by heart
+learning_rate = 3e-5    # a higher rate learns more, and forgets more
+weight_decay = 0.0
+warmup_iters = 5
+lr_schedule = 'linear'
+min_lr = 0.0
+
+eval_interval = 200
+eval_iters = 20
+log_interval = 10
