@@ -227,10 +227,11 @@ sys.stdout = Stream()
 sys.argv = ['train.py', *sys.argv[1:]]
 sys.path[0] = {str(ROOT)!r}
 runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
-    for command in ['-c', jupyter, *shape, '--max_iters=2'], ['sample.py', '--start=a', '--max_new_tokens=2'], [
-            'bench.py', 'decode', '--init_from=out', '--max_new_tokens=3', '--prompt_len=2', '--rounds=1'], [
-            'bench.py', 'eval', '--init_from=out'], ['zoo/hub.py', 'export', 'out', 'export']:
-        script, *words = command
+    commands = [
+        ['-c', jupyter, *shape, '--max_iters=2'], ['sample.py', '--start=a', '--max_new_tokens=2'],
+        ['bench.py', 'decode', '--init_from=out', '--max_new_tokens=3', '--prompt_len=2', '--rounds=1'],
+        ['bench.py', 'eval', '--init_from=out'], ['zoo/hub.py', 'export', 'out', 'export']]
+    for script, *words in commands:
         done = subprocess.run([sys.executable, script if script == '-c' else str(ROOT / script), *words],
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
