@@ -810,6 +810,7 @@ if __name__ == '__main__':
         raise ValueError(f'{folder} contains data of a source other than {source.label}: choose another '
                          '--out, or replace the data by --overwrite=True')
 
+    options = ' config/chat.py' if source.chats else ''
     if source.shards:
         if tokenizer != 'gpt2':
             raise ValueError(f'{source.name} has only tokens of gpt2: omit --tokenizer={tokenizer}')
@@ -821,7 +822,10 @@ if __name__ == '__main__':
             tok = load_tokenizer(tokenizer)
         elif '/' in tokenizer or os.path.exists(tokenizer) and tokenizer not in ('byte', 'char'):
             from zoo.hub import fetch, published_tokenizer
-            tok = published_tokenizer(fetch(tokenizer, weights=False))
+            path = fetch(tokenizer, weights=False)
+            tok = published_tokenizer(path)
+            if os.path.isfile(path) or os.path.exists(f'{path}/config.json'):
+                options = f' --init_from={tokenizer}'
         else:
             blocks = contents if source.chats else iter
             tok = make_tokenizer(
@@ -837,12 +841,10 @@ if __name__ == '__main__':
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes per token, vocabulary {meta["vocab_size"]:,}')
-    config = ''
     if source.chats:
-        config = ' config/chat.py'
         print(f'{meta["train_learnt"]:,} train tokens are learned; {meta["cut"]:,} conversations are longer '
               f'than {block_size} tokens and cut')
         if meta['opened']:
             print(f'{meta["opened"]:,} prompts begin thoughts that the answers in the data do not continue: '
                   'add thoughts to the data, or use a chat template without them')
-    print(f'next: python train.py{config} --dataset={folder}')
+    print(f'next: python train.py{options} --dataset={folder}')

@@ -74,7 +74,7 @@ shape = dict(n_layer=12, n_head=6, n_kv_head=2, n_embd=768, d_ff=2432, block_siz
 given = dict(flag.strip("-").split("=") for flag in sys.argv[1:])
 rows, device = int(given.pop("batch_size", 32)), given.pop("device", "auto")
 compiled = given.pop("compile", "True") == "True"
-machine = runtime(device)
+machine = runtime(device, "auto")
 model = GPT(GPTConfig(**shape | {name: int(value) for name, value in given.items()})).to(machine.device).train()
 settings = {**train.config, "optimizer": "muon"}
 run = train.Run(model, settings, machine)

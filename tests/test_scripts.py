@@ -242,3 +242,14 @@ def test_tasks_of_slurm_without_torchrun_are_named(folder):
     done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--max_iters=1'], text=True,
                           capture_output=True, env=os.environ | {'SLURM_NTASKS': '2'})
     assert done.returncode == 0 and 'srun torchrun' in done.stdout
+
+
+def test_the_profile_of_gpu_sh(folder):
+    flags = ('--n_layer=1 --n_head=2 --n_kv_head=1 --n_embd=32 --d_ff=64 --block_size=32 --vocab_size=64 '
+             '--batch_size=2 --compile=False --device=cpu').split()
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    done = subprocess.run(['bash', str(ROOT / 'docs' / 'gpu.sh'), 'profile', *flags], text=True,
+                          capture_output=True, env=os.environ | {'OUT': str(folder / 'gpu'), 'PATH': path})
+    assert done.returncode == 0, done.stdout[-2000:]
+    _, profiled, *timed = json.loads((folder / 'gpu' / 'gpu.json').read_text())['profile']
+    assert profiled['numbers']['peak GB'] > 0 and all(row['numbers']['tok_per_s'] > 0 for row in timed)
