@@ -245,8 +245,9 @@ def test_tasks_of_slurm_without_torchrun_are_named(folder):
 
 
 def test_the_profile_of_gpu_sh(folder):
-    flags = ('--n_layer=1 --n_head=2 --n_kv_head=1 --n_embd=32 --d_ff=64 --block_size=32 --vocab_size=64 '
-             '--batch_size=2 --compile=False --device=cpu').split()
+    flags = [
+        '--n_layer=1', '--n_head=2', '--n_kv_head=1', '--n_embd=32', '--d_ff=64', '--block_size=32',
+        '--vocab_size=64', '--batch_size=2', '--compile=False', '--device=cpu']
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     done = subprocess.run(['bash', str(ROOT / 'docs' / 'gpu.sh'), 'profile', *flags], text=True,
                           capture_output=True, env=os.environ | {'OUT': str(folder / 'gpu'), 'PATH': path})
