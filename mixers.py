@@ -17,7 +17,6 @@ from model import (
     MIXERS,
     Attention,
     BaseAttention,
-    Embedding,
     FusedLinear,
     Linear,
     Mixer,
@@ -434,24 +433,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         return self.mix(qkv, self.c_gate(gate), beta, self.c_decay(decay), context, torch.sigmoid)
 
 
-# bigrams, multi-token prediction ----------------------------------------------------------------------------
-
-class BigramEmbedding(Mixer):
-    """An embedding of token pairs, which a hash maps to its rows (modded-nanogpt,
-    arXiv:2501.16975). It is a Mixer so that the cache keeps the previous token."""
-
-    documents = True
-    states = [((1,), torch.long)]
-
-    def __init__(self, config):
-        super().__init__(config, config.n_layer)
-        self.table = Embedding(config.bigram_size, config.n_embd, nn.init.zeros_, 'bigram')
-
-    def forward(self, context):
-        """-> (B, T, C)"""
-        before = after_last(self, context.idx, context)[:, :-1].where(context.position_ids > 0, 0)
-        return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
-
+# multi-token prediction -------------------------------------------------------------------------------------
 
 class MultiTokenPrediction(nn.Module):
     """A layer like the last one. It predicts the token after the next from the output of the last block and

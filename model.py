@@ -113,7 +113,6 @@ class GPTConfig:
     norm_placement: 'NORM_PLACEMENTS' = 'pre'  # pre, post, output, sandwich, parallel, parallel_2
     embed_norm: bool = False         # norm after the embedding (BLOOM)
     embed_scale: float | None = None  # factor on embeddings; None: 1, or sqrt(n_embd) if sinusoidal
-    bigram_size: int | None = None   # rows of an embedding of token pairs (modded-nanogpt)
     residual_scale: float = 1.0      # factor on the outputs of attention and MLP (Granite)
     residual_lambdas: bool = False   # each layer's input is a x + b x0, with learned a and b
     layer_scalar: bool = False       # a constant factor on each block's output (Gemma 4)
@@ -202,7 +201,7 @@ class Tag(typing.NamedTuple):
 
 GROUPS = {  # group of parameters (a key in --lr_scales) -> whether it has weight decay
     'matrix': True,  # Muon may orthogonalise these
-    'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
+    'embedding': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
 }
 
@@ -505,10 +504,12 @@ class GPT(nn.Module):
         init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
         self.wte = Embedding(config.vocab_size, C, init)
         self.wpe = Embedding(config.block_size, C, init) if config.pos == 'learned' else None
-        self.bigram = further_layer('BigramEmbedding', config) if config.bigram_size else None
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(make_block(config, layer) for layer in range(config.n_layer))
-        self.mtp = further_layer('MultiTokenPrediction', config) if config.mtp else None
+        self.mtp = None
+        if config.mtp:
+            from mixers import MultiTokenPrediction
+            self.mtp = MultiTokenPrediction(config)
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
@@ -567,8 +568,6 @@ class GPT(nn.Module):
         x = self.wte(context.idx)
         if config.embed_scale != 1:
             x = x * x.new_full((), config.embed_scale)  # rounds the factor to x's dtype, as Gemma does
-        if self.bigram is not None:
-            x = x + self.bigram(context)
         if self.wpe is not None:
             # positions of padding may exceed the table
             x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
@@ -718,19 +717,13 @@ def make_schedule(model, order):
     block."""
     schedule = []
     mixers = []
-
-    def add(module, base):
-        for part in module.modules():
+    for i in order:
+        base = len(mixers)
+        schedule.append((i, base))
+        for part in model.h[i].modules():
             if isinstance(part, Mixer):
                 part.place = len(mixers) - base
                 mixers.append(part)
-
-    for i in order:
-        schedule.append((i, len(mixers)))
-        add(model.h[i], len(mixers))
-    for part in model.children():
-        if part not in (model.h, model.mtp):
-            add(part, 0)
     return schedule, mixers
 
 
@@ -1275,13 +1268,7 @@ def alibi_slopes(n_head, device=None):
     return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
 
 
-# further layers, other blocks -------------------------------------------------------------------------------
-
-def further_layer(name, *args):
-    """A layer of mixers.py."""
-    import mixers
-    return getattr(mixers, name)(*args)
-
+# other mixers, other blocks ---------------------------------------------------------------------------------
 
 def make_mixer(config, layer):
     """A layer's mixer."""
@@ -1552,7 +1539,7 @@ def collect_tags(model):
 
 # accounting -------------------------------------------------------------------------------------------------
 
-LOOKUP_GROUPS = {'embedding', 'bigram'}  # a token reads one row, which costs no FLOPs
+LOOKUP_GROUPS = {'embedding'}  # a token reads one row, which costs no FLOPs
 
 
 def account(model):

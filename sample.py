@@ -112,6 +112,10 @@ def read_checkpoint(path):
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
     state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w for name, w in state.items()}
     args = {RENAMED.get(name, name): value for name, value in args.items()}
+    lacks = args.keys() - GPTConfig.__dataclass_fields__
+    if used := sorted(name for name in lacks if args.pop(name) is not None):  # None: an unused option
+        raise ValueError(f"{path} was trained with {', '.join(used)}, which this version does not support: "
+                         "load it with the version that trained it")
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # tied to wte
         for name in ('device', 'dtype', 'compile', 'backend'):

@@ -65,8 +65,7 @@ CHOICES = {  # axes of the pairwise grid; {}: GPTConfig's defaults
             dict(n_expert=4, n_shared_expert=2, d_expert=20, expert_norms=True, norm_placement='sandwich'),
             dict(n_expert=6, n_group=3, topk_group=2, expert_pattern='DE', mlp='gelu', mlp_bias=True,
                  router='sigmoid', balance_per_sequence=True)],
-    'documents': [{}, dict(document_token=3), dict(mtp=True), dict(bigram_size=50, embed_scale=3.0),
-                  dict(bigram_size=50, document_token=3)],
+    'documents': [{}, dict(document_token=3), dict(mtp=True), dict(embed_scale=3.0)],
     'mixer': [{}, dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4),
               dict(attn_gate=True), dict(attn_gate='head'), dict(mixer_pattern='MD'),
               dict(mixer_pattern='D', linear_key_head_dim=6, linear_value_head_dim=10,
@@ -194,7 +193,7 @@ def test_every_parameter_learns(options):
     dict(n_kv_head=2, attn_sink=True, attn_softcap=3.0, attn_gate='head', norm_placement='sandwich'),
     dict(q_lora_rank=12, residual_lambdas=True, mtp=True, **MLA),
     dict(n_expert=6, n_group=3, topk_group=2, n_shared_expert=1, shared_gate=True, mlp_bias=True),
-    dict(n_expert=4, router='sigmoid', expert_input_scale=True, bigram_size=50),
+    dict(n_expert=4, router='sigmoid', expert_input_scale=True),
     dict(mixer_pattern='DABKC', n_layer=5, linear_n_key_head=2, linear_n_value_head=2)], ids=grid_name)
 def test_gradients_equal_differences(options):
     check.check_gradients(small(**options))
@@ -452,6 +451,17 @@ def test_a_scaling_gets_the_trained_length(tmp_path):
         assert longer.config.rope_scaling == checkpoint['model_args']['rope_scaling'] == completed
 
 
+def test_an_option_that_was_removed_does_no_harm_unless_it_was_used(tmp_path):
+    model, path = tiny(local={'rope_base': 5.0}, norm_placement='post'), tmp_path / 'ckpt.pt'
+    args = dict(vars(model.config))
+    args = {'rope_local': args.pop('local'), 'wiring': args.pop('norm_placement'), **args}  # renamed since
+    torch.save({'model': model.state_dict(), 'model_args': {**args, 'bigram_size': None}}, path)
+    assert load(path)[0].config == model.config
+    torch.save({'model': model.state_dict(), 'model_args': {**args, 'bigram_size': 40}}, path)
+    with pytest.raises(ValueError, match='ckpt.pt was trained with bigram_size, which this version'):
+        load(path)
+
+
 @torch.no_grad()
 def test_attention_weights_on_request():
     for options in (dict(n_kv_head=2), MLA, dict(window=3, window_pattern='S')):
@@ -514,10 +524,10 @@ def test_the_grid_with_what_a_fork_adds(options, monkeypatch):
 
 @pytest.mark.parametrize('options', [
     dict(residual_lambdas=True), dict(n_kv_head=2, attn_gate=True, tie_word_embeddings=False),
-    {**MLA, 'q_lora_rank': 12}, dict(bigram_size=50), dict(window=23, window_pattern='G'),
+    {**MLA, 'q_lora_rank': 12}, dict(window=23, window_pattern='G'),
     dict(n_expert=4, n_shared_expert=1, shared_gate=True, d_expert=24)], ids=grid_name)
 def test_flops_are_those_that_torch_counts(options, monkeypatch):
-    if 'bigram_size' in options:
+    if 'residual_lambdas' in options:
         compute_blocks_twice(monkeypatch)
     model = tiny(**options)
     with FlopCounterMode(display=False) as counter:  # only forward, with eager_attention, as in training

@@ -31,7 +31,7 @@ class Engram(Mixer):
         super().__init__(config, layer)
         C = config.n_embd
         sizes = [rows for pair in PRIMES for rows in pair]
-        self.table = Embedding(sum(sizes), C // len(sizes), nn.init.normal_, group='bigram')
+        self.table = Embedding(sum(sizes), C // len(sizes), nn.init.normal_)
         self.c_k = Linear(C // len(sizes) * len(sizes), C)
         self.c_proj = Linear(C // len(sizes) * len(sizes), C, init=branch_init(config))
         self.x_norm, self.k_norm = Norm(C, config), Norm(C, config)

@@ -63,7 +63,7 @@ SMALL = dict(  # different sizes, to find mixed-up dimensions
     n_embd=24, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
     linear_value_head_dim=9, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=32,
-    n_group=4, topk_group=2, bigram_size=50, document_token=3)
+    n_group=4, topk_group=2, document_token=3)
 
 
 def tiny_config(config):

@@ -1,11 +1,11 @@
 # Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; classic,
-# examples, tricks, tricks_short, first_run, scaling, few_data, transfer_adamw and transfer_muon need
-# an hour or more.
+# examples, tricks, tricks_short, first_run, few_data, transfer_adamw and transfer_muon need an hour or
+# more.
 # Data: `python prepare.py --tokenizer=byte`. Others:
 #   classic                                    python prepare.py shakespeare --tokenizer=char
 #   few_data                                   python prepare.py few.txt --tokenizer=char
 #                                              (few.txt: the first 200,000 bytes of Shakespeare)
-#   hybrids, mtp, tricks, tricks_short, first_run, scaling, transfer_adamw, transfer_muon
+#   hybrids, mtp, tricks, tricks_short, first_run, transfer_adamw, transfer_muon
 #                                              python prepare.py
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
@@ -18,7 +18,6 @@ RECIPE = ('config/default.py --window=None --window_pattern=None --n_head=4 --n_
 WINDOWS = '--window=2 --window_pattern=SL'
 TRICKS = {
     'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
-    'bigrams': '--bigram_size=20480',
     'short convolution, every other layer': '--mixer_pattern=CA',
     'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"'''}
 RATES = f'{RECIPE} --max_iters=100 --lr_scales={{}}'
@@ -108,16 +107,6 @@ LISTS = {
                     '--max_iters=600 --learning_rate=1e-3 --warmup_iters=50 --beta2=0.99 '
                     '--eval_interval=100 --eval_iters=20 --log_interval=25', variants={
         'GPT-2 style': '', 'Llama style': LLAMA}),
-    'scaling': dict(  # for scaling.py --predicted=2
-        base=f'{RECIPE} --eval_interval=400 --log_interval=100',
-        variants={f'{name}, {steps * 4096 / 1e6:.1f}M': f'{size} --max_iters={steps}'
-                  for name, size, lengths in (
-            ('0.2M', '--n_layer=4 --n_embd=64', (100, 200, 400)),
-            ('0.6M', '--n_layer=5 --n_embd=96', (100, 200, 400)),
-            ('1.5M', '--n_layer=6 --n_embd=144', (100, 200, 400)),
-            ('3.7M', '--n_layer=7 --n_embd=208', (100, 200, 400)),
-            ('6.4M', '--n_layer=8 --n_embd=256', (400,)),
-            ('12.7M', '--n_layer=10 --n_embd=320', (400,))) for steps in lengths}),
     'few_data': dict(base=f'{QUICK} --dataset=few_char --epochs=8', variants={
         '8 epochs': '', '2 epochs': '--epochs=2', '4 epochs': '--epochs=4', '16 epochs': '--epochs=16',
         'decay 0.3': '--weight_decay=0.3', 'decay 1': '--weight_decay=1', 'decay 2': '--weight_decay=2',

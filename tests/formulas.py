@@ -255,12 +255,6 @@ def block(config, module, x, context):
     return x * module.scalar if config.layer_scalar else x
 
 
-def bigram(config, module, context):
-    """modded-nanogpt, record of 2026-01-19"""
-    rows = 36313 * context.idx + 27191 * F.pad(context.idx[:, :-1], (1, 0))
-    return module.table.weight[rows % config.bigram_size]
-
-
 def prediction(config, module, x, x0, context):
     """arXiv:2412.19437, 2.2"""
     both = norm(config, module.ln_x, x), norm(config, module.ln_next, x0.roll(-1, 1))
@@ -268,7 +262,7 @@ def prediction(config, module, x, x0, context):
 
 
 FORMULAS = {
-    flat.Norm: norm, mixers.XIELU: xielu, mixers.BigramEmbedding: bigram, flat.Attention: attention,
+    flat.Norm: norm, mixers.XIELU: xielu, flat.Attention: attention,
     mixers.VariantAttention: attention, mixers.LatentAttention: latent_attention,
     mixers.GatedDeltaNet: state_layer,
     mixers.KimiDeltaAttention: state_layer, mixers.Mamba2: state_layer,
@@ -278,7 +272,6 @@ FORMULAS = {
 
 def embedding(config, model, context):
     x = config.embed_scale * model.wte.weight[context.idx]
-    x = x + model.bigram(context) if config.bigram_size else x
     if config.pos == 'learned':
         x = x + model.wpe.weight
     if config.pos == 'sinusoidal':  # arXiv:1706.03762, 3.5
@@ -316,7 +309,7 @@ def initial_values(config):
     with a part of a parameter's name applies to it."""
     ends_in_norm = config.norm_placement in ('output', 'sandwich')
     return (
-        ('wte wpe', 'embedding', 0, 0.02), ('bigram', 'bigram', 0, 0),
+        ('wte wpe', 'embedding', 0, 0.02),
         ('lm_head.weight', 'head', 0, 0), ('shared_gate.weight', 'gate', 0, None),
         ('x0_lambdas', 'scalar', 0, 0), ('resid_lambdas', 'scalar', 1, 0),
         ('alpha_p', 'vector', math.log(math.expm1(0.8)), 0),

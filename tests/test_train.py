@@ -311,8 +311,7 @@ def masked_loss(model, bins, indices):
 
 
 SHARES = {  # kind of model -> its options
-    'dense': ['--optimizer=muon', '--n_kv_head=1', '--tie_word_embeddings=False', '--bigram_size=40',
-              '--residual_lambdas=True'],
+    'dense': ['--optimizer=muon', '--n_kv_head=1', '--tie_word_embeddings=False', '--residual_lambdas=True'],
     # all experts are active: rounding must not choose another one
     'experts': ['--optimizer=muon', '--bias=True', '--n_expert=4', '--n_expert_active=4',
                 '--balance_bias=True', '--z_loss=0.1', '--always_save_checkpoint=False'],
@@ -500,7 +499,7 @@ def test_tokens_are_counted_as_they_are_read(folder):
 
 def test_resumed_equals_uninterrupted(folder):
     common = ['--dropout=0.2', '--log_interval=1', '--optimizer=muon', '--n_expert=4', '--n_shared_expert=1',
-              '--balance_bias=True', '--z_loss=0.001', '--bigram_size=40', '--document_token=3', '--window=6',
+              '--balance_bias=True', '--z_loss=0.001', '--document_token=3', '--window=6',
               '--window_pattern=SL', '--residual_lambdas=True',
               "--lr_scales={'embedding': 3.0, 'vector': 2.0}"]
     train('--out_dir=whole', *common)
@@ -596,7 +595,7 @@ def test_earlier_runs_in_a_folder_are_kept(folder, capsys):
 
 def test_a_resumed_run_has_the_settings_of_its_checkpoint(folder, capsys):
     train('--out_dir=out', '--tokens_per_param=0.05', '--eval_interval=3', '--weight_decay=0.3',
-          '--optimizer=muon', '--log_interval=7', '--dropout=0.2', '--bigram_size=8')
+          '--optimizer=muon', '--log_interval=7', '--dropout=0.2')
     before, resume = saved('out')['config'], ['--out_dir=out', '--init_from=resume']
     capsys.readouterr()
     main = run('train.py', *resume, '--eval_only')
