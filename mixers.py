@@ -222,18 +222,21 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
         # the solver reads only below the diagonal
         right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
         written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
-    # a chunk maps the state S to kept S + added. One operation per chunk: torch.compile unrolls the loop
     writing = (k * left).mT
-    added = writing @ written
     kept = carried[..., -1, :, None]
-    if corrects:
-        kept = kept * torch.eye(k.shape[-1], device=k.device) - writing @ read
-    states = []
-    for keep, add in zip(kept.unbind(2), added.unbind(2)):
-        states.append(state)
-        state = add + (keep @ state if corrects else keep * state)
-    before = torch.stack(states, dim=2)
-    y = (q * carried) @ before + scores(q) @ (written - read @ before if corrects else written)
+    before = state[:, :, None]  # the state before each chunk
+    if q.shape[2] > 1:
+        # A chunk changes the state S to kept @ S + added. The loop has one operation per chunk, because
+        # torch.compile unrolls it.
+        added = writing @ written
+        keeps = kept * torch.eye(k.shape[-1], device=k.device) - writing @ read if corrects else kept
+        states = [state]
+        for keep, add in zip(keeps.unbind(2)[:-1], added.unbind(2)):
+            states.append(add + (keep @ states[-1] if corrects else keep * states[-1]))
+        before = torch.stack(states, dim=2)
+    new = written - read @ before if corrects else written
+    y = (q * carried) @ before + scores(q) @ new
+    state = kept[:, :, -1] * before[:, :, -1] + writing[:, :, -1] @ new[:, :, -1]
     return y.flatten(2, 3)[:, :, :T], state
 
 

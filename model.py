@@ -574,8 +574,10 @@ class GPT(nn.Module):
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
-        # never float16, in which the residual stream could overflow
-        x = x.bfloat16() if context.dtype is torch.bfloat16 else x.float()
+        if context.dtype is torch.bfloat16:
+            x = x.bfloat16()
+        elif x.dtype is torch.float16:  # in which the residual stream could overflow
+            x = x.float()
         return F.dropout(x, config.dropout, self.training)
 
     def blocks(self, x0, context):

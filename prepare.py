@@ -20,6 +20,7 @@ import os
 import pickle
 import platform
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -538,7 +539,7 @@ def encode_conversation(tok, conversation, opened=()):  # noqa: C901
 
 
 def common(a, b):
-    """How long the same beginning of two texts or lists is."""
+    """The length of the common prefix of two texts or lists."""
     return len(os.path.commonprefix([a, b]))
 
 
@@ -820,12 +821,12 @@ if __name__ == '__main__':
         texts = functools.partial(split_texts, source, val_fraction, n_train)
         if is_prepared(tokenizer) or checkpoint_in(tokenizer):
             tok = load_tokenizer(tokenizer)
-        elif '/' in tokenizer or os.path.exists(tokenizer) and tokenizer not in ('byte', 'char'):
+        elif '/' in tokenizer or tokenizer.endswith('.gguf') or os.path.exists(f'{tokenizer}/tokenizer.json'):
             from zoo.hub import fetch, published_tokenizer
             path = fetch(tokenizer, weights=False)
             tok = published_tokenizer(path)
-            if os.path.isfile(path) or os.path.exists(f'{path}/config.json'):
-                options = f' --init_from={tokenizer}'
+            if path.endswith('.gguf') or os.path.exists(f'{path}/config.json'):
+                options = f' --init_from={shlex.quote(tokenizer)}'
         else:
             blocks = contents if source.chats else iter
             tok = make_tokenizer(
@@ -833,7 +834,8 @@ if __name__ == '__main__':
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
                 by_document=source.chats or len(n_train) > 1, procs=procs)
         if source.chats and tok.document_token is None:
-            print(f'{tokenizer} has no special token that only separates: conversations see each other')
+            print(f'{tokenizer} has no special token to separate conversations, so a packed conversation '
+                  'can attend to the ones before it')
         elif not source.chats and tok.eot is None and len(n_train) > 1:
             print(f'{tokenizer} has no end of text: nothing separates the documents')
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
@@ -845,6 +847,6 @@ if __name__ == '__main__':
         print(f'{meta["train_learnt"]:,} train tokens are learned; {meta["cut"]:,} conversations are longer '
               f'than {block_size} tokens and cut')
         if meta['opened']:
-            print(f'{meta["opened"]:,} prompts begin thoughts that the answers in the data do not continue: '
-                  'add thoughts to the data, or use a chat template without them')
-    print(f'next: python train.py{options} --dataset={folder}')
+            print(f'before {meta["opened"]:,} answers, the prompt of the chat template opens a thought, but '
+                  'the answer has none: add reasoning_content to the data, or use another template')
+    print(f'next: python train.py{options} --dataset={shlex.quote(folder)}')

@@ -119,6 +119,7 @@ config = settings.config
 given = settings.given
 os.environ.setdefault('PYTORCH_ALLOC_CONF', os.environ.get(
     'PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True'))  # less unusable memory on CUDA
+os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # deterministic products before torch 2.13
 
 import numpy as np
 import torch
@@ -500,8 +501,8 @@ class Run:
         self.patient = None  # the group of wait_for_rank_0
 
     def wait_for_rank_0(self):
-        """Waits while only rank 0 works: writing a large checkpoint may take longer than ranks wait for
-        each other elsewhere."""
+        """Waits for rank 0. Writing a large checkpoint can take longer than the timeout of the other
+        groups."""
         if self.patient:
             dist.barrier(self.patient)
 
@@ -701,8 +702,10 @@ def save(run, name, constant):
                 torch.save(constant | state, f)
                 os.fsync(f.fileno())
             temp.replace(path)
-        except RuntimeError as error:  # torch.save hides what ended it
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch.save hides it
+                raise error.__context__ from None
+            raise
         finally:
             temp.unlink(missing_ok=True)  # if the disk is full
     run.wait_for_rank_0()
@@ -787,7 +790,8 @@ def measure(run, row, seconds, epoch):
     shared = torch.stack([row['loss'], row['loss'].new_zeros(()) + row.pop('weight')])
     names = [name for name, value in row.items() if torch.is_tensor(value)]
     loss, weight, *values = torch.stack([*all_reduce(shared), *map(row.get, names)]).tolist()  # one wait
-    return row | dict(zip(names, values)) | {
+    row |= zip(names, values)
+    return row | {
         'tokens': run.tokens, 'epoch': run.tokens / epoch,
         'loss': loss / RANKS if weight else math.nan, 'ms_per_iter': seconds * 1e3,  # nan: no targets
         'tok_per_s': tokens / seconds, 'skipped': run.skipped, 'wall_s': run.wall_s,
@@ -880,7 +884,8 @@ if __name__ == '__main__':
         meta = None if resumed else read_meta(data_folder(dataset))
         longest = None
         if not resumed and given.get('block_size', 'config/finetune.py') == 'config/finetune.py':
-            longest = meta['block_size'] or model_args.pop('block_size', None)
+            usual = model_args.pop('block_size', None)
+            longest = meta['block_size'] or usual
         model, source_tokenizer, source = load_to_train(init_from, out_dir, model_args, meta, longest=longest)
     if resumed and source.get('parts', []) != parts:
         changes = ', '.join(source.get('parts', [])) or 'nothing'
@@ -893,7 +898,7 @@ if __name__ == '__main__':
     machine = runtime(device, dtype, seed)
     device = machine.device
     if not TORCHRUN and int(os.environ.get('SLURM_NTASKS', 1)) > 1:
-        print0("warning: Slurm starts several tasks, but without torchrun each is its own run: use `srun "
+        print0("warning: Slurm has several tasks for this job, but this run uses only one: use `srun "
                "torchrun ... train.py`, as in docs/gpu.md")
     if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first GPU
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo

@@ -3,13 +3,14 @@
 #   python prepare.py chats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out=mine --block_size=1024
 #   python train.py --init_from=Qwen/Qwen3-0.6B --dataset=mine
 #   python sample.py --out_dir=out-finetune --chat
-# For adapters, add --lora_rank=8 --learning_rate=3e-4. All weights of a model with 1B parameters need 16 GB
-# (weights, gradients and AdamW in float32), and 8B need 128 GB: use adapters (5 and 35 GB), --shard=True on
-# several GPUs, --checkpoint_activations=True, --batch_size=1 with more --gradient_accumulation_steps. Use
-# --learning_rate=1e-5 from 1B on, and larger batches for more than 10M tokens.
+# For adapters, add --lora_rank=8 --learning_rate=3e-4. Training all weights needs 16 bytes per parameter for
+# weights, gradients and AdamW in float32: 16 GB for 1B parameters, 128 GB for 8B. Adapters need a quarter. If
+# memory is short, use adapters, --shard=True on several GPUs, --checkpoint_activations=True, or
+# --batch_size=1 with more --gradient_accumulation_steps. From 1B parameters on, use --learning_rate=1e-5.
+# For more than 10M tokens, use larger batches.
 out_dir = 'out-finetune'
 
-block_size = 1024       # or less: the model's context, and the --block_size of prepared conversations
+block_size = 1024       # upper limit; conversations have the block_size of prepare.py
 batch_size = 4
 gradient_accumulation_steps = 2
 epochs = 1.0            # further passes learn the data by heart

@@ -171,7 +171,8 @@ kinds2)
     ;;
 flags)
     text
-    for more in '--window=64 --window_pattern=SL' --document_token=10 --checkpoint_activations=True --dtype=float16 \
+    for more in '--window=64 --window_pattern=SL' --document_token=10 '--checkpoint_activations=True --dropout=0.1' \
+                '--checkpoint_activations=True --dropout=0.1 --compile=True' --dtype=float16 \
                 --dtype=float32 --deterministic=True; do
         # shellcheck disable=SC2086
         short 70 flags llama_small $more "$@"

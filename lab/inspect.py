@@ -2,7 +2,6 @@
 Prints what happens inside a trained model when it reads a text.
 
     python lab/inspect.py 'The cat sat on the mat.' --init_from=out
-    python lab/inspect.py 'The cat sat on the mat.' --init_from=out --png=a.png --layer=3
 
 For each head: the entropy of the attention, the mean distance that the head looks back, and its weights
 on the token itself and on the first token. For each layer: the root mean square (RMS) of the residual
@@ -17,11 +16,9 @@ if __name__ == '__main__':  # otherwise this file hides Python's inspect
 
 import math
 
-from configurator import configure, package
+from configurator import configure
 
 init_from = 'out'    # as in sample.py
-layer = 0            # layer in the picture
-png = ''             # picture of the layer's attention; '': none
 _, model_args, words = configure(globals(), 'GPTConfig', words=1)[:3]
 
 import torch
@@ -60,17 +57,6 @@ def wavelengths(kind, length):
     return 2 * math.pi / torch.atan2(sin, cos).flatten()
 
 
-def draw(weights, labels):
-    """Draws one panel per head, with one row per attending token."""
-    side = 1.5 + len(labels) / 6  # inches
-    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure((side * len(weights), side))
-    for axes, weight in zip(figure.subplots(1, len(weights), squeeze=False)[0], weights):
-        axes.imshow(weight)
-        axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
-        axes.set_yticks(range(len(labels)), labels, parse_math=False)
-    figure.savefig(png)
-
-
 if __name__ == '__main__':
     model, tokenizer, _ = load(init_from, dtype=torch.float32, **model_args)
     ids = tokenizer.encode(*words or ['The cat sat on the mat.'])
@@ -88,5 +74,3 @@ if __name__ == '__main__':
     print_table('tokens', ['MB of scores per layer and sequence'], {
         f'{n:,}': [f'{model.config.n_head * n**2 * 4 / 1e6:,.1f}']
         for n in (length, 4 * length, 16 * length)})
-    if png:
-        draw(weights[layer], [repr(tokenizer.decode([i])) for i in ids[:-1]])

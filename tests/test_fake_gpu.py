@@ -76,6 +76,7 @@ def test_a_run_is_resumed_sampled_measured_and_exported(folder):
         [*sampling, '--start=LINES:prompts.txt', '--batch_size=2', '--output=gpu.jsonl'],
         [*sampling, '--start=a', '--speculate=2'],
         [*sampling, '--start=a', '--quantize=int8', '--compile=True'],
+        [*sampling, '--start=a', '--quantize=int8', '--dtype=float16'],
         ['bench.py', 'train', '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16',
          '--vocab_size=23', '--window=None', '--window_pattern=None', '--batch_size=2', '--steps=1',
          '--compile=False', *speed],
@@ -93,6 +94,9 @@ def test_a_run_is_resumed_sampled_measured_and_exported(folder):
     exported, own = (json.loads(Path(name).read_text().splitlines()[0])['text']
                      for name in ('export.jsonl', 'gpu.jsonl'))
     assert exported == own
+    Path('export/chat_template.jinja').write_text('{% for m in messages %}{{ m.content }}{% endfor %}')
+    (text, _), = on_fake_gpu([*sampling, '--init_from=export', '--start=a', '--chat'])
+    assert f'> a\n{own}' in text
     speeds = [json.loads(line) for line in Path('numbers.jsonl').read_text().splitlines()]
     assert [numbers['device'] for numbers in speeds] == ['cuda:0'] * 3
     assert speeds[-1]['loss'] == pytest.approx(float(log_rows('whole')[-1]['val_loss']), rel=0.02)
@@ -108,7 +112,8 @@ def test_two_ranks_equal_one(folder):
     run = [*RUN, '--sample_tokens=0', '--n_expert=4', '--n_expert_active=4', '--d_expert=16']
     train('--out_dir=one', *run[3 + len(TOY):], '--device=cpu')
     words = [FAKE, str(ROOT / 'train.py'), *run, '--backend=gloo']
-    text = torchrun(2, *words, '--out_dir=ddp', '+', *words[1:], '--out_dir=fsdp', '--shard=True')
+    text = torchrun(2, *words, '--out_dir=ddp', '+', *words[1:], '--out_dir=fsdp', '--shard=True',
+                    '--sample_tokens=3')
     assert 'device cuda:0' in text
     for out in 'ddp', 'fsdp':
         assert losses(out) == pytest.approx(losses('one'), rel=1e-4)

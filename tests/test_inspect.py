@@ -1,7 +1,6 @@
 """Tests of lab/inspect.py against naive loops over attention weights of transformers."""
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,10 +53,3 @@ def test_wavelengths():
     for items, freq in ((), [1, 0.5, 0.25, 0.125]), (scaling.items(), [1, 0.5, 41 / 192, 17 / 192]):
         found = inside.wavelengths((16.0, 8, tuple(items)), 15)
         assert found.tolist() == pytest.approx([2 * math.pi / one for one in freq])
-
-
-def test_a_picture(folder):
-    pytest.importorskip('matplotlib')
-    save_model('out', make_tokenizer('byte'))
-    run('lab/inspect.py', TEXT, '--init_from=out', '--png=a.png')
-    assert Path('a.png').read_bytes().startswith(b'\x89PNG')

@@ -467,8 +467,8 @@ def test_the_token_between_conversations_is_never_inside(kind, prep):
     save_tokenizer(tok)
     write_jsonl('chats.jsonl', [{'messages': TALK}] * 30)
     out, error = prep('chats.jsonl --tokenizer=tok --block_size=120')
-    assert not error and ('conversations see each other' in out) == (token is None)
-    assert ('60 prompts begin thoughts' in out) == (kind == 'R1')
+    assert not error and ('no special token to separate' in out) == (token is None)
+    assert ('before 60 answers, the prompt' in out) == (kind == 'R1')
     assert prepare.read_meta('data/chats')['eot'] == tok.special.get(token)
     if token:
         texts = [*filter(None, tok.decode(prep_ids('data/chats', 'train')).split(token))]

@@ -11,7 +11,7 @@ import torch
 from common import CHAT_TEMPLATES, dequantized, made
 
 import sample as flat_sample
-from model import num_params
+from model import GPT, GPTConfig, num_params
 from sample import TextStream, generate, sample_token
 from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
@@ -201,6 +201,17 @@ def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, d
     y = weights.int8_linear(x, q, scale)
     assert y.dtype is dtype
     near(y.double(), x.double() @ (q.double() * scale.double()[:, None]).T, tolerance)
+
+
+@torch.no_grad()
+def test_int8_weights_of_a_float16_model_do_not_overflow():
+    """The stream is float32; sums of products without the rows' scales exceed 65,504."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=512, vocab_size=61, block_size=16)).eval()
+    model.ln_f.weight.fill_(16)
+    idx = torch.randint(61, (1, 16))
+    weights.quantize_weights(model, torch.float16)
+    near(model(idx), dequantized(model)(idx), 0.02)
 
 
 # text and conversations -------------------------------------------------------------------------------------

@@ -1048,10 +1048,11 @@ HARMLESS = '''
 def config_from_hf(c):
     """config.json -> GPTConfig. Raises ValueError, naming everything unsupported."""
     try:
-        return GPTConfig(**read_config(c))
+        fields = read_config(c)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"config.json of a {c.get('model_type')} lacks a field or has a value that does not "
                          f"fit: {error!r}") from error
+    return GPTConfig(**fields)
 
 
 def read_config(c):
@@ -1078,6 +1079,8 @@ def read_config(c):
         names = theirs.split()
         source = usual if c.keys().isdisjoint(names) else c
         given = [source[name] for name in names if source.get(name) is not None]
+        if not given and names[0] in c and isinstance(usual.get(names[0]), bool):
+            given = [False]  # null
         if given:
             args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
     c = dict.fromkeys(rules) | usual | c

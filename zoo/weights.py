@@ -107,18 +107,18 @@ def adapted_model(checkpoint, state, merge, changes):
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
     folder = Path(checkpoint['path']).parent
     places = [lora['base'], os.path.realpath(folder / 'base')]
-    with contextlib.suppress(ValueError):  # two drives of Windows
-        places.append(folder / os.path.relpath(lora['base'], lora.get('folder')))
+    with contextlib.suppress(ValueError, KeyError):  # two drives of Windows; an older checkpoint
+        places.append(folder / os.path.relpath(lora['base'], lora['folder']))
     found = next(filter(os.path.exists, places), lora['base'])
     try:
         model, _, base = load(found, dtype=torch.float32, **trained | changes)
     except OSError as error:
         raise FileNotFoundError(
-            f"{checkpoint['path']} has adapters for {lora['base']}, which is missing "
-            f"({str(error).partition(': ')[0]}): put it, or a link to it, at {folder / 'base'}") from error
+            f"{checkpoint['path']} has adapters for {lora['base']}, which is missing ({error!s:.200}): put "
+            f"the base model, or a link to it, at {folder / 'base'}") from error
     if lora.get('base_checksum') not in (None, checksum(base['path'], model)):
-        raise ValueError(f"{checkpoint['path']} has adapters for the weights that {lora['base']} had, but "
-                         f"{base['path']} has others: restore them, or train the adapters again")
+        raise ValueError(f"the adapters in {checkpoint['path']} were trained on other weights than those in "
+                         f"{base['path']}: restore the base model, or train the adapters again")
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     model.load_state_dict(model.state_dict() | state)
     if merge:
@@ -139,6 +139,7 @@ def quantize_rows(w, dtype):
 def int8_linear(x, w, scale, bias=None):
     """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows = x.numel() // x.shape[-1]
+    x = x.half() if scale.dtype is torch.float16 else x  # the stream of float16 weights is float32
     scale = scale.to(x.dtype)
     few = x.device.type == 'cpu' and rows <= INT8_ROWS
     if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # this kernel is slow for other widths
