@@ -245,7 +245,7 @@ def project(x, w, bias=None):
     """x (..., n_in) @ w^T + bias"""
     if (x.is_cpu and x.numel() == x.shape[-1] == w.shape[1] and x.dtype == w.dtype == torch.bfloat16
             and not torch.compiler.is_compiling()):  # one token: 1.2 times as fast on Intel with AMX
-        y = torch.mv(w, x.flatten()) if bias is None else torch.addmv(bias, w, x.flatten())
+        y = torch.mv(w, x.flatten()) if bias is None else torch.addmv(bias.type_as(w), w, x.flatten())
         return y.view(*x.shape[:-1], -1)
     return F.linear(x, w, bias)
 

@@ -174,7 +174,7 @@ def test_adapters_find_a_base_that_has_moved(folder, monkeypatch):
     torch.save(checkpoint, 'new/lora/ckpt.pt')
     assert load('new/lora')[2]['iter_num'] == 3
     train('--out_dir=new/lora/base', '--max_iters=2', '--seed=2')
-    with pytest.raises(ValueError, match='trained on other weights than those in new/lora/base/ckpt.pt'):
+    with pytest.raises(ValueError, match='trained on other weights than those in .*new/lora/base/ckpt.pt'):
         load('new/lora')
     os.rename('new/lora/base', 'base')
     monkeypatch.setattr(pytest.importorskip('huggingface_hub').constants, 'HF_HUB_OFFLINE', True)
