@@ -703,6 +703,13 @@ def load_tokenizer(folder):
     return tokenizer_from_state(state)
 
 
+def published_tokenizer(name):
+    """(tokenizer, path) of a published model: a folder, GGUF file or id on the hub."""
+    from zoo.hub import fetch, published_tokenizer
+    path = fetch(name, weights=False)
+    return published_tokenizer(path), path
+
+
 HEADER_BYTES = 1024  # int32 magic, version, number of tokens, zeros
 HEADER_MAGIC = 20240520
 
@@ -822,9 +829,7 @@ if __name__ == '__main__':
         if is_prepared(tokenizer) or checkpoint_in(tokenizer):
             tok = load_tokenizer(tokenizer)
         elif '/' in tokenizer or tokenizer.endswith('.gguf') or os.path.exists(f'{tokenizer}/tokenizer.json'):
-            from zoo.hub import fetch, published_tokenizer
-            path = fetch(tokenizer, weights=False)
-            tok = published_tokenizer(path)
+            tok, path = published_tokenizer(tokenizer)
             if path.endswith('.gguf') or os.path.exists(f'{path}/config.json'):
                 options = f' --init_from={shlex.quote(tokenizer)}'
         else:
