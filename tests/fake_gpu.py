@@ -28,7 +28,11 @@ static const Device HOST(DeviceType::CPU);
 static thread_local DeviceIndex current = 0;
 static int n_waits = 0;
 extern "C" int waits() { return n_waits; }
-extern "C" int exchange(int i) { auto old = current; current = i < 0 ? old : i; return old; }
+extern "C" int exchange(int i) {  // -1: change nothing
+  auto old = current;
+  if (i >= 0) current = i;
+  return old;
+}
 static Device gpu(DeviceIndex i = -1) { return Device(DeviceType::CUDA, i < 0 ? current : i); }
 static void release(void* p) { delete static_cast<Storage*>(p); }
 static DataPtr memory_of(Storage s, Device to) { return {s.mutable_data(), new Storage(s), release, to}; }
