@@ -469,73 +469,90 @@ def encode_chat(tok, special_tokens, errors, item):
     return split, ids, mask, int(mask @ tok.sizes[ids]), len(opened)
 
 
-def encode_conversation(tok, conversation, opened=()):  # noqa: C901
+def encode_conversation(tok, conversation, opened=()):
     """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
     first stop token after the answer and before the next message's content. Without such a stop token,
     the answer's own text is learned, and the last answer gets one. opened: a list for the prompts that
     the text does not continue, because they begin thoughts. Raises ValueError if the template omits an
     answer, or renders its prompt differently."""
     _, messages, tools = conversation
-    text = tok.render(messages, False, tools)
+    render = functools.partial(tok.render, tools=tools)
+    text = render(messages, False)
     ids = tok.encode_chat(text)
     mask = np.zeros(len(ids) + 1, np.uint8)
     marks = '|'.join(re.escape(tok.decode([i])) for i in tok.stop_tokens)
     stops = [*zip((match.start() for match in re.finditer(marks, text)),  # places in text and ids
                   np.flatnonzero(np.isin(ids, tok.stop_tokens)))]
-
-    def unchanged(n, **change):
-        """The place where a change of message n first shows in the text."""
-        changed = [*messages[:n], messages[n] | change, *messages[n + 1:]]
-        return common(text, tok.render(changed, False, tools))
-
     for n, message in enumerate(messages):
         if message['role'] != 'assistant':
             continue
-        place = f'message {n + 1}: the chat template'
-        prompt = tok.render(messages[:n], True, tools)
-        start = common(prompt, text)
-        if start < len(prompt):  # compare without white space
-            asked, before, rendered = (''.join(one.split()) for one in (
-                prompt, tok.render(messages[:n], False, tools), text))
-            same = common(asked, rendered)
-            if not rendered.startswith(before):
-                raise ValueError(f'{place} renders earlier turns differently once this answer is added')
-            opened += (prompt,) * (same < len(asked))
-            start = max(start, [0, *(match.end() for match in re.finditer(r'\S', text))][same])
-        begin = common(tok.encode_chat(text[:start]), ids)
-
-        content = message['content'].strip()
         calls = message.get('tool_calls')
-        said = -1 if calls else text.find(content, start)
-        if said < 0:  # see where it shows
-            content = ''
-            change = {'tool_calls': [call | {'function': {'name': MARK, 'arguments': {}}} for call in calls]
-                      } if calls else {'content': MARK}
-            said = unchanged(n, **change)
-            if said == len(text):
-                raise ValueError(f'{place} does not render its {"".join(change)}')
-        said = max(said + len(content), start)
+        start = start_of_answer(render, messages, n, text, opened)
+        said = end_of_content(render, messages, n, text, start)
         stop, end = next((stop for stop in stops if stop[0] >= said), (len(text), 0))
-
-        limit = len(text)
-        if later := messages[n + 1:]:
-            following = later[0]['content']
-            limit = text.find(following.strip() or MARK, start)
-            if limit <= stop:  # it was not found, or is in this answer too
-                limit = unchanged(n + 1, content=MARK + following)
-        if stop < limit:
+        if stop < next_content(render, messages, n, text, start, stop):
             end += 1
-        elif not later and tok.stop_tokens:
+        elif n + 1 == len(messages) and tok.stop_tokens:
             ids.append(tok.stop_tokens[0] if calls else tok.end_of_answer)
             end = len(ids)
         else:
-            own = (tok.render(messages[:n + 1], False, tools) if calls
-                   else text[:unchanged(n, content=message['content'] + MARK)])
-            if not later or common(own, text) < said:
-                raise ValueError(f'{place} ends this answer without a known stop token')
+            own = (render(messages[:n + 1], False) if calls else
+                   text[:first_change(render, messages, n, text, content=message['content'] + MARK)])
+            if n + 1 == len(messages) or common(own, text) < said:
+                raise ValueError(f'message {n + 1}: the chat template ends this answer without a known stop '
+                                 'token')
             end = common(tok.encode_chat(own), ids)
-        mask[begin:end] = message.get('learn', True)
+        mask[common(tok.encode_chat(text[:start]), ids):end] = message.get('learn', True)
     return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)]
+
+
+# Places in `text`, the rendered messages. Message n is an answer. render: (messages, add_generation_prompt)
+# -> text.
+
+def start_of_answer(render, messages, n, text, opened):
+    """The end of the answer's prompt. opened: see encode_conversation."""
+    prompt = render(messages[:n], True)
+    start = common(prompt, text)
+    if start < len(prompt):  # compare without white space
+        asked, before, rendered = (''.join(one.split()) for one in (
+            prompt, render(messages[:n], False), text))
+        same = common(asked, rendered)
+        if not rendered.startswith(before):
+            raise ValueError(f'message {n + 1}: the chat template renders earlier turns differently once '
+                             'this answer is added')
+        opened += (prompt,) * (same < len(asked))
+        start = max(start, [0, *(match.end() for match in re.finditer(r'\S', text))][same])
+    return start
+
+
+def end_of_content(render, messages, n, text, start):
+    """The end of the answer's content, or the place of its first tool call."""
+    content = messages[n]['content'].strip()
+    calls = messages[n].get('tool_calls')
+    said = -1 if calls else text.find(content, start)
+    if said < 0:  # see where it shows
+        content = ''
+        change = {'tool_calls': [call | {'function': {'name': MARK, 'arguments': {}}} for call in calls]
+                  } if calls else {'content': MARK}
+        said = first_change(render, messages, n, text, **change)
+        if said == len(text):
+            raise ValueError(f'message {n + 1}: the chat template does not render its {"".join(change)}')
+    return max(said + len(content), start)
+
+
+def next_content(render, messages, n, text, start, stop):
+    """The place of the next message's content, or the end."""
+    if n + 1 == len(messages):
+        return len(text)
+    following = messages[n + 1]['content']
+    place = text.find(following.strip() or MARK, start)
+    # it was not found, or is in this answer too
+    return place if place > stop else first_change(render, messages, n + 1, text, content=MARK + following)
+
+
+def first_change(render, messages, n, text, **change):
+    """The place where a change of message n first shows."""
+    return common(text, render([*messages[:n], messages[n] | change, *messages[n + 1:]], False))
 
 
 def common(a, b):
