@@ -61,7 +61,8 @@ class Experts(nn.Module):
         E = config.n_expert
         width = config.d_expert
         self.c_fc = GroupedLinear(E, config.n_embd, (width,) * n, config.mlp_bias)
-        self.c_proj = GroupedLinear(E, width, (config.n_embd,), config.mlp_bias, init=branch_init(config))
+        self.c_proj = GroupedLinear(E, width, (config.n_embd,), config.mlp_bias,
+                                    init=branch_init(config, 'mlp_out'))
 
     def forward(self, x, offsets):
         y, = self.c_proj(self.act(*self.c_fc(x, offsets)), offsets)

@@ -257,6 +257,24 @@ def decayed_scores(q, k, total):
     return score[..., 0, :, :]
 
 
+def recur(mixer, rule, q, k, v, decay, beta, context):
+    """Calls rule, such as gated_delta_rule, with the last of mixer.states, and keeps the new state. Padding
+    does not change it. q, k, v (B, heads, T, width), decay (B, T, heads, 1 or keys), beta (B, T, heads) ->
+    (B, T, heads, values)"""
+    is_token = context.is_token()
+    if is_token is not None:
+        beta = beta * is_token[..., None]
+        decay = decay * is_token[..., None, None]
+    state = (q.new_zeros(len(q), *mixer.states[-1][0]) if context.cache is None
+             else context.cache.states[mixer.entry(context)][-1])
+    is_start = None if context.document_starts is None else context.position_ids == 0
+    with torch.autocast(q.device.type, enabled=False):
+        y, after = rule(q, k, v, decay.transpose(1, 2), beta.mT[..., None], state, is_start)
+    if context.cache is not None:
+        state.copy_(after)
+    return y.transpose(1, 2)
+
+
 class GatedDeltaNet(Mixer):
     """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next."""
 
@@ -289,6 +307,7 @@ class GatedDeltaNet(Mixer):
         self.o_norm = parameter(n_normed, init=nn.init.ones_, group='vector')
         self.c_proj = Linear(values, config.n_embd, init=branch_init(config))
         self.eps = config.norm_eps
+        self.rule = functools.partial(gated_delta_rule, corrects=self.corrects)
         self.states = [((kernel - 1, sum(self.qkv)), None),
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
@@ -310,7 +329,7 @@ class GatedDeltaNet(Mixer):
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
         decay = F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.n_value, -1))
         decay = -self.A_log.float().exp()[:, None] * decay
-        y = self.recur(q * self.key_dim ** -0.5, k, v, decay, beta.float().sigmoid(), context)
+        y = recur(self, self.rule, q * self.key_dim ** -0.5, k, v, decay, beta.float().sigmoid(), context)
         y = F.rms_norm(y, (self.value_dim,), self.o_norm.float(), self.eps)
         y = y * act(gate.unflatten(-1, (self.n_value, -1)).float())
         return self.c_proj(y.type_as(gate).flatten(2))
@@ -322,23 +341,6 @@ class GatedDeltaNet(Mixer):
         x = F.silu(x if self.conv_bias is None else x + self.conv_bias.type_as(x))
         return [y.unflatten(-1, (n, -1)).transpose(1, 2).float().repeat_interleave(self.n_value // n, dim=1)
                 for y, n in zip(x.split(self.qkv, dim=-1), (self.n_key, self.n_key, self.n_value))]
-
-    def recur(self, q, k, v, decay, beta, context):
-        """decay (B, T, n_value, 1 or keys), beta (B, T, n_value) -> (B, T, n_value, values)"""
-        cache = context.cache
-        is_token = context.is_token()
-        if is_token is not None:  # padding does not change the state
-            beta = beta * is_token[..., None]
-            decay = decay * is_token[..., None, None]
-        state = (q.new_zeros(len(q), *self.states[1][0]) if cache is None
-                 else cache.states[self.entry(context)][1])
-        is_start = None if context.document_starts is None else context.position_ids == 0
-        with torch.autocast(q.device.type, enabled=False):
-            y, after = gated_delta_rule(q, k, v, decay.transpose(1, 2), beta.mT[..., None], state, is_start,
-                                        self.corrects)
-        if cache is not None:
-            state.copy_(after)
-        return y.transpose(1, 2)
 
 
 def conv_init(w):
@@ -412,7 +414,7 @@ class Mamba2(GatedDeltaNet):
         q, k, v = self.convolved(qkv, context)
         step = F.softplus(step.float() + self.dt_bias.float())
         decay = -self.A_log.float().exp() * step
-        y = self.recur(q, k, v, decay[..., None], step, context)
+        y = recur(self, self.rule, q, k, v, decay[..., None], step, context)
         y = (y + self.skip.float()[:, None] * v.transpose(1, 2)).flatten(2) * F.silu(gate.float())
         y = y.unflatten(-1, (self.n_key, -1))
         y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(2) * self.o_norm.float()

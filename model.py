@@ -222,10 +222,10 @@ def hidden_init(w):
     nn.init.normal_(w, std=(3 * w.shape[-1]) ** -0.5)
 
 
-def branch_init(config):
-    """The init of a branch's last projection: hidden_init if a norm follows; otherwise zeros, so
-    that a block starts as the identity."""
-    return hidden_init if NORM_PLACEMENTS[config.norm_placement].ends_branch else nn.init.zeros_
+def branch_init(config, place='attn_out'):
+    """The init of a branch's last projection: hidden_init if a norm follows at this place; otherwise
+    zeros, so that a block starts as the identity."""
+    return hidden_init if place in NORM_PLACEMENTS[config.norm_placement] else nn.init.zeros_
 
 
 class Linear(nn.Linear):
@@ -364,6 +364,9 @@ class Mixer(nn.Module):
         super().__init__()
         self.layer = layer  # make_schedule sets self.place
 
+    def flops(self, length):
+        raise NotImplementedError(f"{type(self).__name__} has no flops: see ForwardContext")
+
     def entry(self, context):
         """Number of this mixer's cache entry."""
         return context.base + self.place
@@ -461,33 +464,57 @@ class MLP(nn.Module):
         super().__init__()
         self.act, n = activation(config)
         self.c_fc = FusedLinear(config.n_embd, (width,) * n, 'gate up', config.mlp_bias)
-        self.c_proj = Linear(width, config.n_embd, config.mlp_bias, init=branch_init(config))
+        self.c_proj = Linear(width, config.n_embd, config.mlp_bias, init=branch_init(config, 'mlp_out'))
 
     def forward(self, x, context=None):
         return self.c_proj(self.act(*self.c_fc(x)))
 
 
 class Block(nn.Module):
-    """A mixer, then an MLP or experts, with a norm before each."""
+    """A mixer and an MLP or experts, each on a branch of the residual stream."""
+
+    # whether a subclass with its own forward supports norm_placement, residual_scale, layer_scalar and layers
+    # without an MLP, for instance because it calls super().forward
+    supports_variants = False
 
     def __init__(self, config, layer):
         super().__init__()
-        if not is_plain(config, layer):  # a subclass of yours
+        own = type(self).forward is not Block.forward and not self.supports_variants
+        if own and not is_plain(config, layer):
             raise ValueError(f"{type(self).__name__} needs the default norm_placement, residual_scale, "
-                             "layer_scalar and expert_pattern: derive it from VariantBlock")
+                             "layer_scalar and expert_pattern: see Block.supports_variants")
+        self.norms = NORM_PLACEMENTS[config.norm_placement]
+        kind = config.mlp_of(layer)
         self.ln_1 = Norm(config.n_embd, config)
         self.attn = make_mixer(config, layer)
-        self.ln_2 = Norm(config.n_embd, config)
+        for name in sorted({name for place, name in self.norms.items() if 'attn' in place or kind != 'N'}):
+            if name != 'ln_1':
+                setattr(self, name, Norm(config.n_embd, config))
+        if kind == 'E' and config.expert_norms:
+            self.ln_3 = nn.Identity()
         self.mlp = make_mlp(config, layer)
         self.p = config.dropout
+        self.scale = config.residual_scale
+        self.register_buffer('scalar', torch.ones(1) if config.layer_scalar else None)
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
-        x = x + self.branch(self.attn(self.ln_1(x), context))
-        return x + self.branch(self.mlp(self.ln_2(x), context))
+        y = self.attn(self.norm('attn_in', x), context)
+        after = self.norm('attn_sum', x + self.branch(self.norm('attn_out', y)))
+        if self.mlp is not None:
+            y = self.norm('parallel_in', x) if 'parallel_in' in self.norms else self.norm('mlp_in', after)
+            y = self.mlp(y, context)
+            after = self.norm('mlp_sum', after + self.branch(self.norm('mlp_out', y)))
+        return after if self.scalar is None else after * self.scalar
+
+    def norm(self, place, x):
+        """x, after the norm at this place, if any: see NORM_PLACEMENTS"""
+        return getattr(self, self.norms[place])(x) if place in self.norms else x
 
     def branch(self, y):
-        return F.dropout(y, self.p, self.training)
+        """What is added to the residual stream."""
+        y = F.dropout(y, self.p, self.training)
+        return y if self.scale == 1 else y * self.scale
 
 
 # the model --------------------------------------------------------------------------------------------------
@@ -513,7 +540,7 @@ class GPT(nn.Module):
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
-        self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
+        self.ln_f = nn.Identity() if 'mlp_sum' in self.h[0].norms else Norm(C, config)
         self.lm_head = None if tied else Linear(
             C, config.vocab_size, config.head_bias, nn.init.zeros_, 'head')
         self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
@@ -1297,103 +1324,27 @@ def make_mlp(config, layer):
 
 
 def make_block(config, layer):
-    """A Block, or a VariantBlock if the config needs its options."""
-    return (Block if is_plain(config, layer) else VariantBlock)(config, layer)
+    """A layer's block."""
+    return Block(config, layer)
 
 
 def is_plain(config, layer):
-    """Whether a Block has all options of the config."""
+    """Whether the block of a layer is `x = x + branch(attn(ln_1(x)))`, then `x + branch(mlp(ln_2(x)))`."""
     return (config.norm_placement == 'pre' and config.residual_scale == 1 and not config.layer_scalar
             and config.mlp_of(layer) != 'N')
 
 
-class VariantBlock(Block):
-    """A Block with other norms, with factors, or without an MLP."""
-
-    def __init__(self, config, layer):
-        nn.Module.__init__(self)
-        kind = config.mlp_of(layer)
-        placement = NORM_PLACEMENTS[config.norm_placement]
-        if kind == 'N':
-            placement = Placement(mixer_only, 1, False)
-        self.compute = placement.compute
-        self.norms = [f'ln_{i + 1}' for i in range(placement.n_norm)]
-        self.ln_1 = Norm(config.n_embd, config)
-        self.attn = make_mixer(config, layer)
-        for name in self.norms[1:]:  # older checkpoints need this order
-            setattr(self, name, Norm(config.n_embd, config))
-        if kind == 'E' and config.expert_norms:
-            self.ln_3 = nn.Identity()
-        self.mlp = make_mlp(config, layer)
-        self.p = config.dropout
-        self.scale = config.residual_scale
-        self.register_buffer('scalar', torch.ones(1) if config.layer_scalar else None)
-
-    def forward(self, x, context):
-        x = self.compute(x, lambda y: self.branch(self.attn(y, context)),
-                         lambda y: self.branch(self.mlp(y, context)),
-                         *(getattr(self, name) for name in self.norms))
-        return x if self.scalar is None else x * self.scalar
-
-    def branch(self, y):
-        y = super().branch(y)
-        return y if self.scale == 1 else y * self.scale
-
-
-def pre_norm(x, attn, mlp, ln_1, ln_2):
-    """GPT-2, Llama."""
-    x = x + attn(ln_1(x))
-    return x + mlp(ln_2(x))
-
-
-def post_norm(x, attn, mlp, ln_1, ln_2):
-    """The Transformer, arXiv:1706.03762."""
-    x = ln_1(x + attn(x))
-    return ln_2(x + mlp(x))
-
-
-def output_norm(x, attn, mlp, ln_1, ln_2):
-    """OLMo 2, arXiv:2501.00656."""
-    x = x + ln_1(attn(x))
-    return x + ln_2(mlp(x))
-
-
-def sandwich_norm(x, attn, mlp, ln_1, ln_2, ln_3, ln_4):
-    """Gemma 2, arXiv:2408.00118."""
-    x = x + ln_2(attn(ln_1(x)))
-    return x + ln_4(mlp(ln_3(x)))
-
-
-def parallel(x, attn, mlp, ln_1):
-    """GPT-J, Falcon-7B (arXiv:2311.16867)."""
-    y = ln_1(x)
-    return x + attn(y) + mlp(y)
-
-
-def parallel_2(x, attn, mlp, ln_1, ln_2):
-    """GPT-NeoX, arXiv:2204.06745."""
-    return x + (attn(ln_1(x)) + mlp(ln_2(x)))
-
-
-def mixer_only(x, attn, mlp, ln_1):
-    """A layer of pre_norm without an MLP."""
-    return x + attn(ln_1(x))
-
-
-class Placement(typing.NamedTuple):
-    """Where a block has its norms."""
-    compute: typing.Callable  # function of x, attn, mlp and the norms
-    n_norm: int               # number of norms
-    ends_branch: bool         # whether a norm ends each branch
-
-
 NORM_PLACEMENTS = {
-    'pre': Placement(pre_norm, 2, False),
-    'post': Placement(post_norm, 2, False),
-    'output': Placement(output_norm, 2, True),
-    'sandwich': Placement(sandwich_norm, 4, True),
-    'parallel': Placement(parallel, 1, False),
-    'parallel_2': Placement(parallel_2, 2, False),
+    # name: {place in a block: name of its norm}. Places: before the mixer (attn_in), after it (attn_out),
+    # after its sum with the residual stream (attn_sum), and likewise for the MLP. With parallel_in instead
+    # of mlp_in, the MLP reads the input of the block
+    'pre': {'attn_in': 'ln_1', 'mlp_in': 'ln_2'},                    # GPT-2, Llama
+    'post': {'attn_sum': 'ln_1', 'mlp_sum': 'ln_2'},                 # the Transformer, arXiv:1706.03762
+    'output': {'attn_out': 'ln_1', 'mlp_out': 'ln_2'},               # OLMo 2, arXiv:2501.00656
+    'sandwich': {'attn_in': 'ln_1', 'attn_out': 'ln_2', 'mlp_in': 'ln_3', 'mlp_out': 'ln_4'},  # Gemma 2,
+                                                                     # arXiv:2408.00118
+    'parallel': {'attn_in': 'ln_1', 'parallel_in': 'ln_1'},          # GPT-J, Falcon-7B (arXiv:2311.16867)
+    'parallel_2': {'attn_in': 'ln_1', 'parallel_in': 'ln_2'},        # GPT-NeoX, arXiv:2204.06745
 }
 
 
@@ -1405,18 +1356,14 @@ def complete(config):
     config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
     if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
         import mixers  # noqa: F401 (adds its letters and activations)
-    problems = list(wrong_values(config))
-    if not problems:
-        fill_defaults(config)
-        problems = list(impossible(config))
-    if problems:
+    if problems := [*wrong_values(config)] or [*fill_defaults(config)] or [*impossible(config)]:
         raise ValueError('invalid config: ' + '. '.join(
             ', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f' {problem}'
             for names, problem in problems))
 
 
 def fill_defaults(config):
-    """Replaces each None."""
+    """Replaces each None. Yields problems, as `impossible` does."""
     width, remainder = divmod(config.n_embd, config.n_head)
     defaults = dict(n_kv_head=config.n_head, head_dim=None if remainder else width, qk_norm=True,
                     qkv_bias=config.bias, proj_bias=config.bias, mlp_bias=config.bias,
@@ -1425,9 +1372,12 @@ def fill_defaults(config):
                     d_ff=round_up(8 * config.n_embd / 3) if ACTIVATIONS[config.mlp][1] else 4 * config.n_embd)
     if config.n_expert is not None:
         defaults |= dict(n_expert_active=min(2, config.n_expert), d_expert=config.d_ff or defaults['d_ff'])
+    own = {}
     for mixer in config.mixers:
-        defaults |= mixer.defaults(config)
-    for name, value in defaults.items():
+        for name, value in mixer.defaults(config).items():
+            if getattr(config, name) is None and own.setdefault(name, value) != value:
+                yield 'mixer_pattern', f'needs a value of {name}: the defaults of these layers differ'
+    for name, value in (defaults | own).items():
         if getattr(config, name) is None:
             setattr(config, name, value)
     config.rope_scaling = complete_scaling(config.rope_scaling, config.block_size)
@@ -1484,8 +1434,6 @@ def impossible(config):  # noqa: C901
         yield 'document_token mixer_pattern', 'do not fit: a mixer does not keep documents apart'
     if {*config.mixer_pattern} != {*config.mixer_pattern[:config.n_layer]}:
         yield 'mixer_pattern n_layer', 'do not fit: each letter needs a layer'
-    if 'N' in config.expert_pattern and config.norm_placement != 'pre':
-        yield 'norm_placement expert_pattern', "do not fit: layers without MLP (N) need norm_placement='pre'"
     kinds = {(layer.rope_scaling or {}).get('rope_type', 'linear') for layer in layers}
     if kinds - ROPE_SCALINGS.keys():
         yield 'rope_scaling', f"needs a rope_type out of {', '.join(ROPE_SCALINGS)}"
@@ -1517,6 +1465,8 @@ def try_tokens(model):
     idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.wte.weight.device)
     with torch.random.fork_rng(devices=[]):
         loss, _ = model(idx, idx)
+        with torch.no_grad():  # fails if a mixer declares something else than it caches
+            model(idx, cache=model.make_cache(1, idx.shape[1]))
     if not loss.isfinite():
         raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
 

@@ -32,6 +32,9 @@ def near(a, b, tolerance=1e-4):
 MLA = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12)
 
 
+STATES = dict(linear_n_key_head=2, linear_n_value_head=2, linear_key_head_dim=8, linear_value_head_dim=8)
+
+
 YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 12}
 
 
@@ -51,8 +54,8 @@ CHOICES = {  # axes of the pairwise grid; {}: GPTConfig's defaults
                dict(window=5, window_pattern='LS', local={'rope_base': 20.0, 'rope_scaling': YARN}),
                dict(window=5, window_pattern='SL', local={'head_dim': 12, 'n_kv_head': 4, 'k_eq_v': False})],
     'norm': [{}, dict(norm='layernorm', bias=True), dict(norm_placement='post'),
-             dict(norm_placement='output', embed_norm=True),
-             dict(norm_placement='sandwich', attn_softcap=3.0, layer_scalar=True),
+             dict(norm_placement='output', embed_norm=True, residual_scale=0.6),
+             dict(norm_placement='sandwich', attn_softcap=3.0, layer_scalar=True, residual_scale=1.5),
              dict(norm_placement='parallel', norm='layernorm'),
              dict(norm_placement='parallel_2', residual_scale=0.7),
              dict(residual_lambdas=True, norm_bias=True), dict(norm_weight=False)],
@@ -194,7 +197,7 @@ def test_every_parameter_learns(options):
     dict(q_lora_rank=12, residual_lambdas=True, mtp=True, **MLA),
     dict(n_expert=6, n_group=3, topk_group=2, n_shared_expert=1, shared_gate=True, mlp_bias=True),
     dict(n_expert=4, router='sigmoid', expert_input_scale=True),
-    dict(mixer_pattern='DABKC', n_layer=5, linear_n_key_head=2, linear_n_value_head=2)], ids=grid_name)
+    dict(mixer_pattern='DABKC', n_layer=5, **STATES)], ids=grid_name)
 def test_gradients_equal_differences(options):
     check.check_gradients(small(**options))
 
@@ -206,7 +209,7 @@ def test_scalings_and_dropout_follow_their_formulas():
 
 @pytest.mark.parametrize('options', [
     dict(bias=True, pos='learned', attn_sink=True, residual_lambdas=True), dict(norm_placement='sandwich'),
-    dict(mixer_pattern='DB', linear_n_key_head=2, linear_n_value_head=64),
+    dict(mixer_pattern='DB', **{**STATES, 'linear_n_value_head': 64}),
     dict(tie_word_embeddings=False, head_bias=True, n_expert=4, n_shared_expert=1, balance_bias=True,
          shared_gate=True, kv_lora_rank=96, q_lora_rank=96)], ids=grid_name)
 def test_groups_and_initial_values(options):
@@ -357,7 +360,7 @@ def pretend_device(monkeypatch):
     dict(rope_scaling=YARN, window=5, window_pattern='S', **MLA),
     dict(rope_scaling=dict(rope_type='longrope', short_factor=[1.0] * 4, long_factor=[2.0] * 4, factor=2.0)),
     dict(n_expert=4, n_shared_expert=1, d_expert=24, router='sigmoid', balance_bias=True, mlp_bias=True),
-    dict(mixer_pattern='DABKC', n_layer=5, linear_n_key_head=2, linear_n_value_head=2, document_token=3),
+    dict(mixer_pattern='DABKC', n_layer=5, **STATES, document_token=3),
     dict(pos='learned', attn_sink=True, dropout=0.1, vocab_size=64)], ids=str)
 def test_all_tensors_are_on_the_models_device(options, monkeypatch):
     plan = flat.sdpa_plan
@@ -560,6 +563,29 @@ def test_what_a_fork_forgets_fails_loudly(new, message, monkeypatch):
         tiny(mixer_pattern='F').make_cache(1, 5)
 
 
+class OwnForward(flat.Block):
+    def forward(self, x, context):
+        return x + self.branch(self.attn(self.ln_1(x), context))
+
+
+@pytest.mark.parametrize('options', [
+    dict(norm_placement='output'), dict(residual_scale=0.5), dict(layer_scalar=True),
+    dict(expert_pattern='N')], ids=grid_name)
+def test_a_block_with_its_own_forward_rejects_variants(options, monkeypatch):
+    monkeypatch.setattr(flat, 'make_block', OwnForward)
+    tiny()
+    with pytest.raises(ValueError, match='OwnForward needs the default .*: see Block.supports_variants'):
+        tiny(**options)
+
+
+def test_a_mixer_without_flops_is_reported(monkeypatch):
+    class Costless(flat.Mixer):
+        states = [((1,), None)]
+    monkeypatch.setitem(flat.MIXERS, 'F', Costless)
+    with pytest.raises(NotImplementedError, match='Costless has no flops'):
+        flops_per_token(tiny(mixer_pattern='F'))
+
+
 @torch.no_grad()
 def test_bfloat16_is_near_float32():
     model = tiny()
@@ -625,7 +651,8 @@ def test_gpt2_has_its_number_of_parameters():
      ["mlp='swoglu' is not supported; choose one of swiglu", 'n_layer=0 must be above 0',
       "pos_pattern='PX' is not supported; choose one of P, N", "qk_norm='half' is not"]),
     (dict(local={'n_kv_head': 5, 'head_dim': 7}, window=4, window_pattern='S'),
-     ['n_kv_head must divide', 'not 7'])])
+     ['n_kv_head must divide', 'not 7']),
+    (dict(mixer_pattern='DB'), ["mixer_pattern='DB' needs a value of linear_n_key_head"])])
 def test_an_invalid_config_names_every_problem(options, parts):
     with pytest.raises(ValueError) as error:
         GPTConfig(**options)

@@ -64,6 +64,8 @@ class Engram(Mixer):
 class EngramBlock(Block):
     """A Block that adds its memory to the residual stream first."""
 
+    supports_variants = True
+
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.engram = Engram(config, layer) if layer in LAYERS else None

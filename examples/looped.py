@@ -18,7 +18,7 @@ normalises the residual stream in each block and after the core; here norm_place
 import torch
 
 import model
-from model import Linear, VariantBlock
+from model import Block, Linear
 
 REPETITIONS = 4  # of the core
 
@@ -28,8 +28,10 @@ def core(n_layer):
     return range(n_layer // 4, n_layer - n_layer // 4)
 
 
-class CoreStart(VariantBlock):
+class CoreStart(Block):
     """The first block of the core, which begins with the adapter."""
+
+    supports_variants = True
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

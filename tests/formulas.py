@@ -65,9 +65,9 @@ def attend(config, module, q, k, v):
     score = capped(q @ k.mT * (config.attn_scale or q.shape[-1] ** -0.5), config.attn_softcap)
     if config.pos == 'alibi' and pos == 'P':  # slopes for 6 heads, by the code of arXiv:2108.12409
         score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
-    weight = score.exp() * (age >= 0) * within
+    weight = score.double().exp() * (age >= 0) * within
     total = weight.sum(-1, keepdim=True) + (module.sink.exp()[:, None, None] if config.attn_sink else 0)
-    return (weight / total @ v).transpose(1, 2)
+    return ((weight / total).type_as(v) @ v).transpose(1, 2)
 
 
 def attention(config, module, x, context):
@@ -233,23 +233,25 @@ def block(config, module, x, context):
         return norm(config, getattr(module, f'ln_{number}'), x)
 
     def attn(x):
-        return config.residual_scale * module.attn(x, context)
+        return module.attn(x, context)
 
     def mlp(x):
-        return config.residual_scale * (module.mlp(x, context))
+        return module.mlp(x, context)
 
     def add(x, branch, number):
+        r = config.residual_scale
         if placement == 'post':
-            return ln(number, x + branch(x))
+            return ln(number, x + r * branch(x))
         if placement == 'output':
-            return x + ln(number, branch(x))
+            return x + r * ln(number, branch(x))
         if placement == 'sandwich':
-            return x + ln(2 * number, branch(ln(2 * number - 1, x)))
+            return x + r * ln(2 * number, branch(ln(2 * number - 1, x)))
         if placement in ('pre', 'parallel', 'parallel_2'):
-            return x + branch(ln(number, x))
+            return x + r * branch(ln(number, x))
         raise KeyError(placement)
-    if placement.startswith('parallel'):
-        return add(x, attn, 1) + mlp(ln(2 if placement == 'parallel_2' else 1, x))
+    if placement.startswith('parallel') and kind != 'N':
+        number = 2 if placement == 'parallel_2' else 1
+        return add(x, attn, 1) + config.residual_scale * mlp(ln(number, x))
     x = add(x, attn, 1)
     x = x if kind == 'N' else add(x, mlp, 2)
     return x * module.scalar if config.layer_scalar else x
@@ -267,7 +269,7 @@ FORMULAS = {
     mixers.GatedDeltaNet: state_layer,
     mixers.KimiDeltaAttention: state_layer, mixers.Mamba2: state_layer,
     mixers.ShortConvolution: short_convolution, flat.MLP: mlp, experts.MoE: moe,
-    flat.Block: block, flat.VariantBlock: block, mixers.MultiTokenPrediction: prediction}
+    flat.Block: block, mixers.MultiTokenPrediction: prediction}
 
 
 def embedding(config, model, context):

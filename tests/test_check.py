@@ -65,7 +65,7 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
     dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 64, 'start': 1}, window=5, bias=True,
          window_pattern='LC', local={'rope_base': 50.0, 'rope_scaling': YARN}, norm='layernorm',
          expert_pattern='NED', expert_input_scale=True, **MOE),
-    dict(mixer_pattern='CBK', mtp=True, residual_lambdas=True)], ids=str)
+    dict(mixer_pattern='CK', mtp=True, residual_lambdas=True)], ids=str)
 def test_correct_models_pass(options):
     small = check.tiny_config(GPTConfig(**options))
     assert small.n_layer <= 7

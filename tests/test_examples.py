@@ -132,7 +132,7 @@ def test_an_example_is_not_exported_as_something_else(name, folder):
 
 
 @pytest.mark.parametrize('name, options', [
-    ('canon', '--n_expert=4'), ('canon', '--mixer_pattern=C'), ('engram', '--norm_placement=sandwich'),
+    ('canon', '--n_expert=4'), ('canon', '--mixer_pattern=C'), ('canon', '--norm_placement=sandwich'),
     ('hyper_connections', '--mtp=True'), ('mhc', '--residual_scale=2.0'),
     ('attention_residuals', '--layer_scalar=True'), ('value_residual', '--attn_gate=True')])
 def test_options_that_an_example_replaces_are_rejected(name, options, folder):
