@@ -672,12 +672,10 @@ FIELDS = {
     'bytes_per_token': r'\d[\d.e-]*|null',
     'tokenizer': '{.*}|null',         # state; null: GPT-2's
     'block_size': r'[1-9]\d{,8}|null',  # of slots
-    'train_tokens': r'\d{1,15}|null',
-    'val_tokens': r'\d{1,15}|null',
     'digest': '.*',                   # SHA-256 of tokens and masks, in the order of writing
 }
-HEADER_BYTES = 1024  # int32 magic, version, number of tokens, zeros
-LLM_C = {  # magic -> meta
+# files of llm.c begin with 1,024 bytes: int32 magic, version, number of tokens, zeros. magic -> meta
+LLM_C = {
     20240520: {'source': 'GPT-2', 'vocab_size': 50304, 'dtype': 'uint16', 'eot': 50256},  # nanoGPT's size
     20240801: {'source': 'Llama 3', 'vocab_size': 128256, 'dtype': 'uint32',
                'tokenizer': {'kind': 'json'}},  # tokenizer.json in the folder
@@ -763,7 +761,7 @@ def read_shard(path, dtype):
     with reading(path):
         meta = llm_c_meta(path)
         dtype = np.dtype(meta.get('dtype', dtype)).newbyteorder('<')
-        tokens = np.memmap(path, dtype, 'r', HEADER_BYTES if meta else 0)
+        tokens = np.memmap(path, dtype, 'r', 1024 if meta else 0)
         if meta and not 0 < len(tokens) == (count := np.fromfile(path, '<i4', 3)[2]):
             raise ValueError(f'its header counts {count} tokens, but it has {len(tokens)}')
         return tokens
@@ -797,10 +795,10 @@ class Bins:
         self.shards = [read_shard(path, self.meta['dtype']) for path in paths]
         sizes = [*map(len, self.shards)]
         self.n_tokens = sum(sizes)
-        count = self.meta[f'{split}_tokens']
-        if paths == [self.name] and count and count != self.n_tokens:
-            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, but meta.json counts {count:,}: '
-                             'copy the folder again, or prepare it again')
+        count = self.meta.get(f'{split}_tokens', self.n_tokens)
+        if paths == [self.name] and count != self.n_tokens:
+            raise ValueError(f'{self.name} has {self.n_tokens} tokens, but meta.json counts {count}: copy '
+                             'the folder again, or prepare it again')
         masks = [path.with_suffix('.mask.bin') for path in paths]
         self.masks = [read_shard(path, 'uint8') for path in masks if path.exists()]
         if (self.masks or self.meta['block_size']) and [*map(len, self.masks)] != sizes:
