@@ -762,8 +762,8 @@ def read_shard(path, dtype):
         meta = llm_c_meta(path)
         dtype = np.dtype(meta.get('dtype', dtype)).newbyteorder('<')
         tokens = np.memmap(path, dtype, 'r', 1024 if meta else 0)
-        if meta and not 0 < len(tokens) == (count := np.fromfile(path, '<i4', 3)[2]):
-            raise ValueError(f'its header counts {count} tokens, but it has {len(tokens)}')
+        if meta and not 0 < len(tokens) == np.fromfile(path, '<i4', 3)[2]:
+            raise ValueError(f'it has {len(tokens)} tokens, but its header counts others or none')
         return tokens
 
 
