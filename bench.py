@@ -77,6 +77,7 @@ from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, m
 from prepare import (
     FORMATS,
     Bins,
+    count_bytes,
     data_folder,
     ending,
     find_source,
@@ -484,19 +485,21 @@ def measure_eval(config, model_args, path=None):
         raise ValueError(rest['no_tokenizer'])
     name = path or data_folder(dataset or rest.get('config', {}).get('dataset'))
     if path:
-        numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, sums)
-    else:  # conversations are packed into slots of block_size
-        numbers = evaluate_text(name, *prepared_tokens(name, tokenizer, rest['path']),
-                                read_meta(name)['block_size'] or base, lengths, sums)
+        documents = text_tokens(name, tokenizer)
+    else:
+        bins = Bins(name, 'val')
+        bins.vocab_size = model.config.vocab_size
+        documents = prepared_tokens(bins, name, tokenizer, rest['path'])
+        base = bins.meta['block_size'] or base  # conversations are packed into slots
+    numbers = evaluate_text(name, documents, tokenizer, base, lengths, sums)
     return {'path': rest['path'], 'params': num_params(model), 'data': name, 'device': machine.device,
             'dtype': plain(machine.dtype), **numbers}
 
 
-def prepared_tokens(folder, tokenizer, path):
+def prepared_tokens(bins, folder, tokenizer, path):
     """Reads a folder's val split. Returns documents (2, tokens) of inputs and targets, in which
-    masked targets are -1, and the targets' bytes or None. Raises ValueError if tokenizers
-    differ."""
-    bins = Bins(folder, 'val')
+    masked targets are -1. Raises ValueError if tokenizers differ."""
+    bins.check_vocabulary()
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than that of {path}: prepare it with "
                          f"--tokenizer={path}")
@@ -505,8 +508,7 @@ def prepared_tokens(folder, tokenizer, path):
         ids = shard.astype(np.int64)
         learned = True if mask is None else mask[1:]
         documents.append(np.stack([ids[:-1], np.where(learned, ids[1:], -1)]))
-    targets = np.concatenate([targets for _, targets in documents])
-    return documents, tokenizer and int(tokenizer.sizes[targets[targets != -1]].sum())
+    return documents
 
 
 def text_tokens(path, tokenizer):
@@ -519,8 +521,7 @@ def text_tokens(path, tokenizer):
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
     if ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]
-    n_bytes = sum(int(tokenizer.sizes[ids[1:]].sum()) for ids in documents)
-    return [np.stack([ids[:-1], ids[1:]]) for ids in documents], n_bytes
+    return [np.stack([ids[:-1], ids[1:]]) for ids in documents]
 
 
 @torch.no_grad()
@@ -543,7 +544,7 @@ def sums_by_position(model, rows, machine, batch_size):
     return sums.numpy()
 
 
-def evaluate_text(name, documents, n_bytes, base, lengths, sums):
+def evaluate_text(name, documents, tokenizer, base, lengths, sums):
     """Prints and returns measures of documents (inputs, targets). sums: sums_by_position for a
     model; base: tokens per row; lengths: multiples of base. Only the last base tokens of a row
     count, so that each length has the same targets."""
@@ -566,6 +567,7 @@ def evaluate_text(name, documents, n_bytes, base, lengths, sums):
     print_table('context in tokens', [*by_length], {
         line: [f"{column[line]:.4f}" if line in column else '' for column in by_length.values()]
         for line in max(by_length.values(), key=len)})
+    n_bytes = tokenizer and sum(count_bytes(row[1, -base:], tokenizer) for row in rows)
     numbers = {'targets': n_targets, 'bytes': n_bytes}
     if lengths:
         return numbers | {'lengths': by_length}

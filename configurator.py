@@ -316,7 +316,8 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        if getattr(error, 'filename', None):  # a missing or unreadable file
+        # a missing package; a missing or unreadable file
+        if isinstance(error, ImportError) or getattr(error, 'filename', None):
             raise
         raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
                          ) from error

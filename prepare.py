@@ -14,6 +14,7 @@ import csv
 import functools
 import glob
 import gzip
+import hashlib
 import itertools
 import json
 import os
@@ -629,12 +630,15 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
 def write_bins(folder, encoded, counts):
     """Writes .bin and .mask.bin files. Adds to counts."""
     shown = time.time()
+    digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
         for split, ids, mask, n_bytes in encoded:
             opened(f'{split}.bin').write(ids)
+            digest.update(ids)
             if mask is not None:
                 opened(f'{split}.mask.bin').write(mask)
+                digest.update(mask)
             counts[f'{split}_tokens'] += len(ids)
             counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
             counts[f'{split}_bytes'] += n_bytes  # of learned text
@@ -646,6 +650,7 @@ def write_bins(folder, encoded, counts):
             raise ValueError(f'{split} has no token to learn: add text, or conversations in which a message '
                              'of the role assistant fits into --block_size')
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
+    counts['digest'] = digest.hexdigest()
 
 
 def write_meta(folder, tok, label, eot, counts):
@@ -662,8 +667,8 @@ def write_meta(folder, tok, label, eot, counts):
 def fetch_shards(folder, source):
     """Downloads shards of GPT-2 tokens. Returns meta."""
     tok = tiktoken_tokenizer('gpt2')
-    val, *train = (read_shard(path, '<u2') for path in fetch_all(source.shards, folder))
-    n_bytes = sum(tok.sizes[ids].sum() for ids in np.array_split(val, 100))
+    val, *train = (read_shard(path, 'uint16') for path in fetch_all(source.shards, folder))
+    n_bytes = sum(count_bytes(ids, tok) for ids in np.array_split(val, 100))
     return write_meta(folder, tok, source.label, tok.eot, {
         'train_tokens': sum(map(len, train)), 'val_tokens': len(val), 'bytes_per_token': n_bytes / len(val)})
 
@@ -676,22 +681,50 @@ class PlainUnpickler(pickle.Unpickler):
         raise ValueError(f'meta.pkl contains {module}.{name}, but only plain data is supported')
 
 
+# field of meta.json -> pattern of its JSON text
+FIELDS = {
+    'vocab_size': r'[1-9]\d{,8}',
+    'dtype': '"uint(8|16|32)"',
+    'eot': r'\d{1,9}|null',
+    'bytes_per_token': r'\d[\d.e-]*|null',
+    'tokenizer': '{.*}|null',         # state; null: GPT-2's
+    'block_size': r'[1-9]\d{,8}|null',  # of slots
+    'digest': '.*',                   # SHA-256 of tokens and masks, in the order of writing
+}
+# files of llm.c begin with 1,024 bytes: int32 magic, version, number of tokens, zeros. magic -> meta
+LLM_C = {
+    20240520: {'source': 'GPT-2', 'vocab_size': 50304, 'dtype': 'uint16', 'eot': 50256},  # nanoGPT's size
+    20240801: {'source': 'Llama 3', 'vocab_size': 128256, 'dtype': 'uint32',
+               'tokenizer': {'kind': 'json'}},  # tokenizer.json in the folder
+}
+
+
 def read_meta(folder):
-    """Reads meta.json or nanoGPT's meta.pkl, or assumes GPT-2's encoding. Returns a dict:
-    vocab_size, dtype, eot, bytes_per_token, tokenizer (state; None: GPT-2's), block_size (of
-    slots)..."""
-    meta = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
+    """Reads meta.json or nanoGPT's meta.pkl, or assumes the encoding of llm.c's shards or else of GPT-2.
+    Returns a dict with FIELDS, which identifies the data: a missing digest becomes the names, sizes and
+    times of all .bin files. Raises ValueError for a value that does not fit FIELDS."""
+    meta = dict.fromkeys(FIELDS) | {'dtype': 'uint16'}
+    bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
-        return meta | json.loads(path.read_bytes())
-    path = path.with_suffix('.pkl')
-    if path.exists():
-        with open(path, 'rb') as f:
+        with reading(path):
+            meta |= json.loads(path.read_bytes())
+    elif (path := path.with_suffix('.pkl')).exists():
+        with reading(path), open(path, 'rb') as f:
             nanogpt = PlainUnpickler(f).load()
-        return meta | {'vocab_size': nanogpt['vocab_size'], 'tokenizer': {
-            'kind': 'char', 'chars': [*nanogpt['itos'].values()], 'eot': None}}
-    print_once(f'{folder} has no meta.json or meta.pkl: assuming the GPT-2 encoding')
-    return meta | {'vocab_size': 50304, 'eot': 50256}  # nanoGPT's size
+            itos = nanogpt['itos']  # {id: character} in any order, or a list
+            meta |= {'vocab_size': nanogpt['vocab_size'], 'tokenizer': {
+                'kind': 'char', 'chars': [itos[i] for i in range(len(itos))], 'eot': None}}
+    else:
+        meta |= next(filter(None, map(llm_c_meta, bins)), LLM_C[20240520])
+        print_once(f'{folder} has no meta.json or meta.pkl: assuming the {meta["source"]} encoding')
+    for name, pattern in FIELDS.items():
+        if not re.fullmatch(pattern, json.dumps(meta[name], default=str)):
+            raise ValueError(f'{path}: {name}={meta[name]!r:.80} is not possible: prepare the folder again '
+                             'with --overwrite=True')
+    meta['digest'] = meta['digest'] or [
+        [path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in bins]
+    return meta
 
 
 def is_prepared(folder):
@@ -708,16 +741,24 @@ def checkpoint_in(folder):
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder, a run or a checkpoint."""
+    """The tokenizer of a prepared folder, a run or a checkpoint. Raises OSError or ImportError if something
+    is missing, ValueError if it is damaged."""
     if path := checkpoint_in(folder):
         import torch
-        return tokenizer_from_state(torch.load(path, 'cpu', weights_only=True, mmap=True)['tokenizer'])
-    state = read_meta(folder)['tokenizer']
+        with reading(path):
+            return tokenizer_from_state(torch.load(path, 'cpu', weights_only=True, mmap=True)['tokenizer'])
+    meta = read_meta(folder)
+    state = meta['tokenizer']
     if state is None:
-        return tiktoken_tokenizer('gpt2')
-    if key := TABLES.get(state['kind']):
-        state[key] = Path(folder, f'tokenizer.{state["kind"]}').read_bytes().decode()
-    return tokenizer_from_state(state)
+        tok = tiktoken_tokenizer('gpt2')
+    else:
+        with reading(f'the tokenizer of {folder}'):
+            if key := TABLES.get(state['kind']):
+                state[key] = Path(folder, f'tokenizer.{state["kind"]}').read_bytes().decode()
+            tok = tokenizer_from_state(state)
+    if tok.n_vocab > meta['vocab_size']:
+        raise FileNotFoundError(f'{folder} has no tokenizer of {meta["vocab_size"]} tokens')
+    return tok
 
 
 def published_tokenizer(name):
@@ -727,20 +768,33 @@ def published_tokenizer(name):
     return published_tokenizer(path), path
 
 
-HEADER_BYTES = 1024  # int32 magic, version, number of tokens, zeros
-HEADER_MAGIC = 20240520
+def llm_c_meta(path):
+    """What the header of llm.c says about a file; {} without a header."""
+    return LLM_C.get(sum(np.fromfile(path, '<i4', 1)), {})
 
 
 def read_shard(path, dtype):
-    """A file's tokens, memory-mapped, with or without a header."""
-    head = np.fromfile(path, '<i4', 3)
-    if HEADER_MAGIC in head[:1]:
-        return np.memmap(path, '<u2', 'r', HEADER_BYTES, int(head[2]))
-    return np.memmap(path, dtype, 'r')
+    """A file's tokens, memory-mapped, with or without llm.c's header. Raises ValueError for a cut file."""
+    with reading(path):
+        meta = llm_c_meta(path)
+        dtype = np.dtype(meta.get('dtype', dtype)).newbyteorder('<')
+        tokens = np.memmap(path, dtype, 'r', 1024 if meta else 0)
+        if meta and not 0 < len(tokens) == np.fromfile(path, '<i4', 3)[2]:
+            raise ValueError(f'it has {len(tokens)} tokens, but its header counts others or none')
+        return tokens
+
+
+def count_bytes(targets, tokenizer):
+    """The bytes of the text of targets; masked targets and padding of the vocabulary have none."""
+    return int(tokenizer.sizes[targets[(targets >= 0) & (targets < tokenizer.n_vocab)]].sum())
+
+
+SPLIT_WORD = re.compile(r'(?<![^\W\d_])(train|val)(?:ing|id|idation)?(?![^\W\d_])')  # not next to letters
 
 
 class Bins:
-    """The tokens of one split: folder/<split>.bin, or else the sorted shards *<split>*.bin.
+    """The tokens of one split: folder/<split>.bin, or else the sorted shards whose names have the split as a
+    SPLIT_WORD. The last word counts: train_2_val_000001.bin is for validation.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
     target at most once. x.mask.bin has one byte per token of x.bin: 1 if it is learned.
@@ -749,17 +803,22 @@ class Bins:
         self.vocab_size = None
         self.name = Path(folder, f'{split}.bin')
         paths = [self.name] if self.name.exists() else sorted(
-            path for path in Path(folder).glob(f'*{split}*.bin') if '.mask' not in path.suffixes)
+            path for path in Path(folder).glob('*.bin')
+            if '.mask' not in path.suffixes and SPLIT_WORD.findall(path.stem)[-1:] == [split])
         if not paths:
             raise FileNotFoundError(f'{folder} is not prepared (no {split}.bin): run `python prepare.py` for '
                                     'the default data, or `python prepare.py SOURCE`')
         self.meta = read_meta(folder)
-        dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
-        self.shards = [read_shard(path, dtype) for path in paths]
-        self.n_tokens = sum(map(len, self.shards))
+        self.shards = [read_shard(path, self.meta['dtype']) for path in paths]
+        sizes = [*map(len, self.shards)]
+        self.n_tokens = sum(sizes)
+        count = self.meta.get(f'{split}_tokens', self.n_tokens)
+        if paths == [self.name] and count != self.n_tokens:
+            raise ValueError(f'{self.name} has {self.n_tokens} tokens, but meta.json counts {count}: copy '
+                             'the folder again, or prepare it again')
         masks = [path.with_suffix('.mask.bin') for path in paths]
-        self.masks = [read_shard(path, np.uint8) for path in masks if path.exists()]
-        if (self.masks or self.meta['block_size']) and sum(map(len, self.masks)) != self.n_tokens:
+        self.masks = [read_shard(path, 'uint8') for path in masks if path.exists()]
+        if (self.masks or self.meta['block_size']) and [*map(len, self.masks)] != sizes:
             raise ValueError(f'{self.name} and its mask have different sizes: prepare the folder again')
 
     def ends(self, block_size):

@@ -137,7 +137,7 @@ from model import (
     row_splits,
     try_tokens,
 )
-from prepare import Bins, data_folder, load_tokenizer, read_meta
+from prepare import Bins, count_bytes, data_folder, load_tokenizer, read_meta
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -247,14 +247,14 @@ def read_batches(run, bins):
 
 
 @torch.no_grad()
-def evaluate(run, bins, batches):
-    """Returns the mean loss (nan without targets) and the number of targets, over at most `batches`
-    batches of evenly spread sequences."""
+def evaluate(run, bins, batches, tokenizer=None):
+    """Returns the mean loss (nan without targets), the number of targets and their bytes, over at most
+    `batches` batches of evenly spread sequences."""
     batch_size = run.config['batch_size']
     block_size = run.model.config.block_size
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
-    totals = np.zeros(2)
+    totals = np.zeros(3)
     run.model.eval()
     for start in range(0, count, RANKS * batch_size):  # sharding needs equal calls on all ranks
         places = np.arange(batch_size) + start + RANK * batch_size
@@ -264,18 +264,20 @@ def evaluate(run, bins, batches):
         n_targets = np.count_nonzero(targets != -1)
         with run.machine.autocast():
             loss, _ = run.model(*to_device((inputs, targets), run.machine.device))
-        totals += loss.item() * n_targets, n_targets
+        n_bytes = count_bytes(targets, tokenizer) if tokenizer else (
+            n_targets * (bins.meta['bytes_per_token'] or 0))
+        totals += loss.item() * n_targets, n_targets, n_bytes
     run.model.train()
-    total, n_targets = all_reduce(torch.from_numpy(totals)).tolist()
-    return total / n_targets if n_targets else math.nan, int(n_targets)
+    total, n_targets, n_bytes = all_reduce(torch.from_numpy(totals)).tolist()
+    return total / n_targets if n_targets else math.nan, int(n_targets), n_bytes
 
 
-def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
+def evaluate_splits(run, train_bins, val_bins, tokenizer):
     """Prints both losses. Returns columns of the log; {} without targets."""
     n = run.config['eval_iters']
-    val_loss, count = evaluate(run, val_bins, n)
-    train_loss, _ = evaluate(run, train_bins, max(1, n // 4))
-    bpb = val_loss / math.log(2) / bytes_per_token if bytes_per_token else None
+    val_loss, count, n_bytes = evaluate(run, val_bins, n, tokenizer)
+    train_loss, *_ = evaluate(run, train_bins, max(1, n // 4))
+    bpb = val_loss * count / math.log(2) / n_bytes if n_bytes else None
     bits = f", {bpb:.4f} bits per byte" if bpb else ''
     print0(f"step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
            f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
@@ -917,11 +919,14 @@ if __name__ == '__main__':
     train_bins = Bins(folder, 'train')
     val_bins = Bins(folder, 'val')
     meta = train_bins.meta
+    state = source.get('tokenizer')
     try:
         tokenizer = load_tokenizer(folder)
+        state = tokenizer.state()
     except (OSError, ImportError) as error:
-        tokenizer = None
-        print0(f"the checkpoint stores no tokenizer, so it cannot be sampled from: {error}")
+        tokenizer = source_tokenizer
+        print0(f"cannot load the tokenizer of {folder} ({error}): the checkpoint stores "
+               f"{'that of ' + source['path'] if state else 'none, so it cannot be sampled from'}")
     if tokenizer and source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
         differs = (f"{folder} was prepared with another tokenizer than the model's, so its ids mean other "
                    f"text: run python prepare.py ... --tokenizer={shlex.quote(source['path'])}")
@@ -965,12 +970,15 @@ if __name__ == '__main__':
         run.patient = dist.new_group(backend='gloo', timeout=datetime.timedelta(days=1))
     if resumed:
         run.resume(source)
-        if source.get('data', meta) != meta:
-            print0(f"warning: {folder} has changed since the checkpoint was written")
-            run.best_val_loss = math.inf
     first_it = run.iter_num
-    if all_reduce(torch.tensor(first_it), op=dist.ReduceOp.MAX) != first_it:
+    # older versions stored fewer fields
+    changed = resumed and not source.get('data', {}).items() <= meta.items()
+    latest, changed = all_reduce(torch.tensor([first_it, changed]), op=dist.ReduceOp.MAX).tolist()
+    if latest != first_it:
         raise ValueError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")
+    if changed:
+        print0(f"warning: {folder} has changed since the checkpoint was written")
+        run.best_val_loss = math.inf
     tokens = run.tokens_per_update
     epoch = train_bins.n_sequences(block_size) * block_size  # tokens
     for length, unit in (epochs, epoch), (tokens_per_param, n_params):
@@ -1000,7 +1008,7 @@ if __name__ == '__main__':
     # files
     constant = {
         'model_args': dataclasses.asdict(model.config), 'config': config, 'parts': parts, 'lora': lora,
-        'tokenizer': tokenizer and tokenizer.state(),
+        'tokenizer': state,
         # if masked, sampling may use a chat template
         'masked': bool(train_bins.masks) or source.get('masked', init_from != 'scratch'), 'data': meta,
         'kept': source.get('kept', []) if resumed else [],
@@ -1056,7 +1064,7 @@ if __name__ == '__main__':
             save(run, 'ckpt.pt', constant)
             print0(f"saved at iteration {run.iter_num:,} of {max_iters:,}, now evaluating; to continue: "
                    f"python train.py --out_dir={shlex.quote(out_dir)} --init_from=resume")
-        columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
+        columns = evaluate_splits(run, train_bins, val_bins, tokenizer)
         if eval_only:
             break
         val_loss = columns.get('val_loss', math.nan)

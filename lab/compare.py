@@ -68,7 +68,7 @@ import torch
 import train
 from bench import cache_per_token, named_model, print_json, print_table
 from model import LOOKUP_GROUPS, num_params
-from prepare import Bins, data_folder, read_meta
+from prepare import Bins, data_folder
 
 RUNS = 'out-compare'
 SIZES = 'none', 'params', 'active', 'inner_params'  # inner: without embeddings
@@ -162,9 +162,9 @@ def make_variants(texts, base, place):
         if is_bare and init_from != 'scratch':
             del args[0]  # the checkpoint has these settings
         folder = data_folder(dataset)
-        Bins(folder, 'train')
+        meta = Bins(folder, 'train').meta
         sizes = in_child(measured_line, args) if revision == 'WORK' else None
-        variants.append(Variant(name, code, digest + dumps(read_meta(folder)), args, files, sizes))
+        variants.append(Variant(name, code, digest + dumps(meta), args, files, sizes))
     return variants
 
 

@@ -241,7 +241,7 @@ def test_eval_at_times_the_length(folder, capsys):
     model, *_ = load('out/ckpt.pt', block_size=32,
                          rope_scaling={**scaling, 'original_max_position_embeddings': 8})
     ids, found = [256, *text.encode()], numbers['lengths']
-    assert [*found] == ['8', '16', '32'] and numbers['targets'] == 32
+    assert [*found] == ['8', '16', '32'] and numbers['targets'] == numbers['bytes'] == 32
     for length in (8, 16, 32):
         losses = [naive_losses(model, ids[end - length:end + 1], 8) for end in (32, 40, 48, 56)]
         assert found[str(length)]['loss'] == close(np.mean(losses))

@@ -8,6 +8,7 @@ import http.server
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -185,8 +186,8 @@ def test_a_path_with_a_slash_is_a_path(prep):
         prepare.Bins('data/none', 'train')
 
 
-def shard_bytes(tokens):
-    return np.array([20240520, 1, len(tokens), *[0] * 253], '<i4').tobytes() + tokens.astype('<u2').tobytes()
+def shard_bytes(tokens, magic=20240520, dtype='<u2'):
+    return np.array([magic, 1, len(tokens), *[0] * 253], '<i4').tobytes() + tokens.astype(dtype).tobytes()
 
 
 def test_shards_are_read_in_place(tmp_path, monkeypatch):
@@ -573,15 +574,22 @@ def test_look_shows_what_a_folder_has(prep):
 
 # reading ----------------------------------------------------------------------------------------------------
 def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
-    meta = {'vocab_size': 3, 'itos': dict(enumerate('\nab'))}
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(meta))
-    tok = prepare.load_tokenizer(tmp_path)
-    assert tok.n_vocab == 3 and tok.encode('ab\n') == [1, 2, 0] and tok.decode([1, 2, 0]) == 'ab\n'
+    def dump(itos, **more):
+        meta = {'vocab_size': 3, 'itos': itos, **more}
+        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(meta))
+    for itos in dict(enumerate('\nab')), {2: 'b', 0: '\n', 1: 'a'}, ['\n', 'a', 'b']:
+        dump(itos)
+        tok = prepare.load_tokenizer(tmp_path)
+        assert tok.n_vocab == 3 and tok.encode('ab\n') == [1, 2, 0] and tok.decode([1, 2, 0]) == 'ab\n'
+    for itos in {1: 'a', 2: 'b', 3: 'c'}, None, {0: 5}:
+        dump(itos)
+        with pytest.raises(ValueError, match='^cannot read '):
+            prepare.load_tokenizer(tmp_path)
 
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / 'pwned'),)
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({**meta, 'x': Evil()}))
+    dump([], x=Evil())
     with pytest.raises(ValueError, match='only plain data is supported'):
         prepare.read_meta(tmp_path)
     assert not (tmp_path / 'pwned').exists()
@@ -597,12 +605,13 @@ def test_bins_dtype_follows_the_vocabulary(tmp_path):
 
 def test_a_folder_that_is_prepared_again_keeps_its_old_readers(prep):
     old = []
-    for tokenizer, text in ('char', 'abcd'), ('char', 'bcde'), ('byte', 'efgh'):
+    for tokenizer, text in ('char', 'abcd'), ('char', 'bcde'), ('char', 'cbed'), ('byte', 'efgh'):
         Path('my.txt').write_text(text * 300)
         assert not prep(f'my.txt --tokenizer={tokenizer} --out=d')[1]
         old.append((prepare.Bins('data/d', 'train'), prep_ids('data/d', 'train')))
         for bins, ids in old:
             assert bins.batch([0], 99)[0][0].tolist() == ids[:99].tolist()
+    assert len({bins.meta['digest'] for bins, _ in old}) == 3  # abcd and bcde have the same ids
 
 
 def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
@@ -704,3 +713,50 @@ def test_a_source_is_as_many_files_as_asked_for_in_order(name, n, monkeypatch):
     urls = source.documents()
     assert urls == [urls[0].replace('00000', f'{i:05d}') for i in range(n)]
     assert prepare.output_folder(None, source, 'gpt2') == f'data/{name}'
+
+
+# what a stranger's folder says ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('field, values', [
+    ('dtype', ('object', 'float32', '|V0', 2, None)), ('vocab_size', ('23', -1, 0, 2.5, True, 10**12, [])),
+    ('eot', ('x', -1)), ('block_size', (-3,)), ('bytes_per_token', ('2', math.nan)), ('tokenizer', (
+        5, {}, {'kind': 'x'}, {'kind': []}, *({'kind': 'char', 'chars': chars, 'eot': eot} for chars, eot in (
+            ([1], None), (None, None), ('ab', 'c'), ('ab', 10**12)))))])
+def test_meta_json_is_checked(field, values, folder):
+    path = Path('data/toy/meta.json')
+    meta = json.loads(path.read_text('utf-8'))
+    for value in values:
+        path.write_text(json.dumps({**meta, field: value}), 'utf-8')
+        with pytest.raises((ValueError, FileNotFoundError), match='data/toy'):
+            prepare.look('data/toy')
+
+
+def test_shards_of_llama_3(tmp_path):
+    ids = np.arange(125000, 128256)
+    (tmp_path / 'TinyStories_val.bin').write_bytes(shard_bytes(ids, 20240801, '<u4'))
+    bins = prepare.Bins(tmp_path, 'val')
+    assert bins.meta['vocab_size'] == 128256 and np.array_equal(bins.shards, [ids])
+    with pytest.raises(FileNotFoundError, match=r'tokenizer\.json'):  # the user may add it
+        prepare.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize('header', [None, (20240520, '<u2'), (20240801, '<u4')])
+@pytest.mark.parametrize('end', [-8, -1, 1024, 1023, 6, 0])
+def test_a_cut_file_is_named(end, header, tmp_path):
+    prepare.write_dataset(tmp_path, prep_texts(prep_source('abcd' * 999)), make_tokenizer('byte'), 'x')
+    prepare.Bins(tmp_path, 'train')
+    path = tmp_path / 'train.bin'
+    data = shard_bytes(np.arange(3597), *header) if header else path.read_bytes()
+    path.write_bytes(data[:end])
+    with pytest.raises(ValueError, match=r'train\.bin'):
+        prepare.Bins(tmp_path, 'train')
+
+
+def test_the_split_is_a_word_in_the_names_of_shards(tmp_path):
+    names = {'train': 'fineweb_train_01 train00 my.training-2 medieval_train',
+             'val': 'edu_val_7 pretrain_val validation_0 train_2_val_1', 'none': 'retrain trainer intervals'}
+    for split in names:
+        for stem in names[split].split():
+            np.full(9, len(split), np.uint16).tofile(tmp_path / f'{stem}.bin')
+    for split in SPLITS:
+        assert np.unique(prepare.Bins(tmp_path, split).shards, return_counts=True) == (len(split), 36)

@@ -139,7 +139,7 @@ def test_losses_are_the_recorded_ones(kind, folder):
     rows = log_rows('out')
     losses, last = [float(row['loss']) for row in rows if row['loss']], rows[-1]
     assert losses == pytest.approx(RECORDED['runs'][kind]['losses'], rel=1e-4), losses
-    assert float(last['val_bpb']) == pytest.approx(float(last['val_loss']) / math.log(2) / 2.0, rel=1e-4)
+    assert float(last['val_bpb']) == pytest.approx(float(last['val_loss']) / math.log(2), rel=1e-4)
 
 
 def test_the_length_given_last_counts(folder, capsys):
@@ -435,7 +435,7 @@ def test_packed_conversations_are_learned_independently(folder, options):
         idx = torch.tensor([talk])
         losses = torch.nn.functional.cross_entropy(model(idx)[0, :-1], idx[0, 1:], reduction='none')
         total, count = total + losses[torch.tensor(learnt[1:]) == 1].sum(), count + sum(learnt)
-    loss, targets = flat_train.evaluate(main['run'], main['val_bins'], 100)
+    loss, targets, _ = flat_train.evaluate(main['run'], main['val_bins'], 100)
     assert targets == count and loss == pytest.approx((total / count).item(), rel=1e-5)
     assert float(log_rows('out')[-1]['val_loss']) == pytest.approx(loss, abs=1e-6)
     assert [saved(out)['masked'] for out in ('base', 'out')] == [False, True]
@@ -557,9 +557,40 @@ def test_another_tokenizer_or_data_is_reported(folder, capsys):
     assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
     with pytest.raises(ValueError, match='data/toy was prepared with another tokenizer'):
         run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
-    Path('data/toy/meta.json').write_text(meta.replace('{"vocab', '{"source": "b", "vocab'), 'utf-8')
-    run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
+    Path('data/toy/meta.json').write_text(meta, 'utf-8')
+    resume = functools.partial(run, 'train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
+    assert resume()['run'].best_val_loss < 9
+    np.fromfile('data/toy/val.bin', '<u2')[::-1].tofile('data/toy/val.bin')  # of the same size
+    assert resume()['run'].best_val_loss == math.inf
     assert 'warning: data/toy has changed since the checkpoint' in capsys.readouterr().out
+    old = saved('out')
+    del old['data']['digest']  # an older version
+    torch.save(old, 'out/ckpt.pt')
+    assert resume()['run'].best_val_loss < 9
+
+
+def test_a_resumed_run_keeps_its_tokenizer(folder, capsys):
+    """If the tokenizer of the data cannot be loaded. Without both, the data's mean gives bits per byte."""
+    train('--out_dir=out', '--max_iters=1')
+    path = Path('data/toy/meta.json')
+    path.write_text(path.read_text('utf-8').replace('"char"', '"json"'), 'utf-8')  # tokenizer.json is missing
+    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2', '--sample_tokens=3')
+    assert saved('out')['tokenizer']['chars'][0] == 'a'
+    train('--out_dir=new', '--max_iters=1')
+    assert re.findall('checkpoint stores (that|none)', capsys.readouterr().out) == ['that', 'none']
+    last = log_rows('new')[-1]
+    assert float(last['val_bpb']) == pytest.approx(float(last['val_loss']) / math.log(2) / 2, rel=1e-4)
+
+
+def test_bits_per_byte_count_the_evaluated_targets(folder):
+    """Of 50 sequences, 30 have one byte per token and 20 have three. Sequences 0, 12, 25 and 37 are
+    evaluated: 1.5 bytes per token."""
+    np.repeat([1, 20], [481, 320]).astype('<u2').tofile('data/toy/val.bin')
+    path = Path('data/toy/meta.json')
+    path.write_text(path.read_text('utf-8').replace('"u"', '"\u4e2d"'), 'utf-8')
+    train('--out_dir=out', '--max_iters=1', '--eval_iters=1')
+    last = log_rows('out')[-1]
+    assert float(last['val_bpb']) == pytest.approx(float(last['val_loss']) / math.log(2) / 1.5, rel=1e-4)
 
 
 @pytest.mark.parametrize('width', [32, 128])
