@@ -881,6 +881,13 @@ class Cache:
         self.starts = self.starts[rows]
         self._recount()
 
+    def like(self, batch_size):
+        """An empty cache with another number of rows."""
+        other = copy.copy(self)
+        other.select([0] * batch_size)
+        other.reset()
+        return other
+
     def put(self, rows, other):
         """Replaces these rows by the rows of another cache of the same size."""
         for tensor, new in zip(self.tensors(), other.tensors()):
