@@ -316,7 +316,7 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        if getattr(error, 'filename', None):  # a missing or unreadable file
+        if getattr(error, 'filename', None) or on_purpose(error):  # it already names the file
             raise
         raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
                          ) from error
