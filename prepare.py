@@ -163,8 +163,8 @@ def json_records(path, errors):
                     if getattr(e, 'pos', 0) == len(text) and (more := f.read(len(text)) + f.readline()):
                         text = f'{text}\n{more}'.rstrip()
                         continue
-                    record = ValueError(f'not JSON: {text:.60}')
-                    end = len(text.partition('\n')[0])
+                    record = ValueError(f'{text[:60]!r} is not JSON')
+                    end = re.match('.*', text).end()
                 text = text[end:].lstrip()
                 yield from record if isinstance(record, list) and not is_conversation(record) else [record]
 
@@ -226,7 +226,7 @@ NAMES = {  # a dataset's field -> our name
     'user': 'question', 'human': 'question', 'assistant': 'answer', 'gpt': 'answer'}
 SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'developer': 'system'}
 ROLES = 'system', 'user', 'assistant', 'tool'
-LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # false: do not learn it
+LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # false: not learned
 
 
 def read_record(place, record, field='text', chats=None):
@@ -249,9 +249,10 @@ def read_record(place, record, field='text', chats=None):
             return document
         raise ValueError('texts and conversations must be prepared separately')
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
-        raise ValueError(f'{place}: no text in field {field!r} and no messages in {reprlib.repr(record)} '
-                         f'({e!s:.150}): correct the record, choose another field by --field, or omit such '
-                         'records by --errors=ignore') from None
+        reason = e if type(e) is ValueError else (
+            f'no text in field {field!r} and no messages in {reprlib.repr(record)}')
+        raise ValueError(f'{place}: {reason}: correct the record, choose another field by --field, or omit '
+                         'such records by --errors=ignore') from None
 
 
 def is_conversation(value):
@@ -260,23 +261,24 @@ def is_conversation(value):
 
 
 def to_messages(value, role=None):
-    """Messages of a JSON value: a text, in JSON if it has no role; a message; a record; or a list of these or
-    of pairs. Other values raise some error."""
+    """Messages of a JSON value: a text, which is JSON if it has no role; a message; a record; or a list of
+    these or of pairs. Raises some error for other values."""
     if isinstance(value, str):
         return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
     if isinstance(value, list):
         if str in map(type, value) and len(value) % 2:
-            raise ValueError(f'{value!r:.80} is not question and answer')
+            raise ValueError(f'{value!r:.80} is not pairs of question and answer')
         return [message for one, role in zip(value, itertools.cycle(ROLES[1:3]))
                 for message in to_messages(one, role)]
     named = renamed(value)
-    if 'role' in named:
+    if role and 'role' in named:
         return [named]
     turns = named.get('messages')
     if not turns:
-        asked = [named[key] for key in ('question', 'more') if named.get(key)]
-        turns = [from_json(named.get('history')) or [],
-                 [asked[0] if len(asked) == 1 else '\n\n'.join(asked), named['answer']]]
+        question = named.get('question', '')
+        if named.get('more'):
+            question = '\n\n'.join(filter(None, [question, named['more']]))
+        turns = [from_json(named.get('history')) or [], [question, named['answer']]]
     return [*to_messages(named.get('system') or [], 'system'), *to_messages(turns)]
 
 
@@ -605,7 +607,7 @@ def encode_conversation(tok, conversation, opened=()):  # noqa: C901
             if not later or common(own, text) < said:
                 raise ValueError(f'{place} ends this answer without a known stop token')
             end = common(tok.encode_chat(own), ids)
-        mask[begin:end] = message.get('learn', True)
+        mask[begin:end] = message.get('learn') is not False
     return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)]
 
 
@@ -622,11 +624,7 @@ def pack(encoded, block_size, first, counts):
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
-    for item in encoded:
-        counts['left_out'] += item is None
-        if item is None:
-            continue
-        split, ids, mask, n_bytes, n_opened = item
+    for split, ids, mask, n_bytes, n_opened in encoded:
         begin = int(ids[0] == first)
         ids = ids[begin:]
         mask = mask[begin:]
@@ -664,7 +662,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
     eot = tok.eot
     if block_size:
         work = functools.partial(encode_chat, tok, special_tokens, errors)
-        encoded = in_processes(procs, work, texts)
+        encoded = filter(lambda item: item or counts.update(left_out=1), in_processes(procs, work, texts))
         eot = tok.document_token
         first = [*tok.stop_tokens, 0][0] if eot is None else eot
         encoded = pack(encoded, block_size, np.array(first, dtype_of(tok.n_vocab)), counts)
@@ -930,7 +928,7 @@ if __name__ == '__main__':
     if source.chats:
         print(f'{meta["train_learnt"]:,} train tokens are learned; {meta["cut"]:,} conversations are longer '
               f'than {block_size} tokens and cut')
-        if meta['left_out']:
+        if 'left_out' in meta:
             print(f'{meta["left_out"]:,} conversations are left out, because the chat template rejects them')
         if meta['opened']:
             print(f'before {meta["opened"]:,} answers, the prompt of the chat template opens a thought, but '
