@@ -177,7 +177,7 @@ def csv_records(path, errors, **dialect):
         try:
             yield from rows
         except csv.Error as e:
-            raise ValueError(f'{path}, line {rows.line_num}: {e}: correct the quotation marks') from None
+            raise ValueError(f'{path}, line {rows.line_num + 1}: {e}: correct the quotation marks') from None
 
 
 def parquet_records(path, errors):
