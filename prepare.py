@@ -163,6 +163,8 @@ def json_records(path, errors):
                     if getattr(e, 'pos', 0) == len(text) and (more := f.read(len(text)) + f.readline()):
                         text = f'{text}\n{more}'.rstrip()
                         continue
+                    if text.count('\n') > 9999:  # a long array
+                        raise
                     record = ValueError(f'{text[:60]!r} is not JSON')
                     end = re.match('.*', text).end()
                 text = text[end:].lstrip()
@@ -266,7 +268,7 @@ def to_messages(value, role=None):
     if isinstance(value, str):
         return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
     if isinstance(value, list):
-        if str in map(type, value) and len(value) % 2:
+        if str in map(type, value) and (len(value) % 2 or value[0] in (*ROLES, *SPEAKERS)):
             raise ValueError(f'{value!r:.80} is not pairs of question and answer')
         return [message for one, role in zip(value, itertools.cycle(ROLES[1:3]))
                 for message in to_messages(one, role)]
