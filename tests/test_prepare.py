@@ -229,7 +229,8 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
             'latin.txt': b'caf\xe9 au lait', 'empty.csv': b'', 'cut.gz': gzip.compress(b'some text')[:-9],
             'cut.parquet': Path('rows.parquet').read_bytes()[:-9], 'b.txt': Path('rows.parquet').read_bytes(),
             'quote.csv': b'text,id\n"a"b,1\n', 'p.txt': POINTER, 'p.parquet': POINTER, 'p.jsonl.gz': POINTER,
-            'a.tgz': gzip.compress(bytes(257) + b'ustar'), 'a.bz2': bz2.compress(b'text'), 'u.txt': 'text'.encode('utf-16'),
+            'a.tgz': gzip.compress(bytes(257) + b'ustar'), 'a.bz2': bz2.compress(b'text'),
+            'u.txt': 'text'.encode('utf-16'),
             'cut.json': b'[{"text": "a"},', 'mix.jsonl': b'"a"\n["b", "c"]\n{"prompt": "a", "output": "b"}',
             'chats.jsonl': b'{"prompt": "a", "response": "b"}\n' * 9}.items():
         Path(name).write_bytes(data)
