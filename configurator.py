@@ -316,8 +316,8 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        # a missing package; a missing or unreadable file
-        if isinstance(error, ImportError) or getattr(error, 'filename', None):
+        # a missing package, a missing or unreadable file, or a line of ours
+        if isinstance(error, ImportError) or getattr(error, 'filename', None) or on_purpose(error):
             raise
         raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
                          ) from error

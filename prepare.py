@@ -15,12 +15,14 @@ import functools
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
 import pickle
 import platform
 import re
+import reprlib
 import shlex
 import shutil
 import signal
@@ -31,14 +33,14 @@ import time
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from configurator import check_effects, check_values, configure, print0, reading, use_parts
+from configurator import check_effects, check_values, configure, package, print0, reading, use_parts
 
 # A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
 # field with a record's text or messages
-field = 'text'             # [if source not in SOURCES]
-# Invalid UTF-8: strict raises an error, replace writes U+FFFD, ignore omits it, and
-# conversations that the template rejects.
+field = 'text'             # [if records]
+# Invalid UTF-8: strict raises an error, replace writes U+FFFD, ignore omits it. ignore also omits
+# records without text or messages, and conversations that the template rejects
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
 # byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), a run, prepared
 # data, or a published model: a hub id, .gguf file or folder with tokenizer.json. None: the source's
@@ -50,11 +52,11 @@ out: str | None = None     # a name, or a path with a slash; None: <source>_<tok
 overwrite = False          # replace another source's data in out
 # share of text for validation, at most 10M characters or 10,000 conversations
 val_fraction = 0.1         # [> 0] [<= 0.5]
-block_size = 256           # tokens per slot of conversations; must equal train.py's [>= 2]
+block_size = 256           # tokens per slot of conversations; must equal train.py's [>= 2] [if conversations]
 # number of files to download
 shards = 10                # [>= 1] [if source in SOURCES]
 procs: int | None = None   # processes that encode; None: one per core [>= 1]
-settings = configure(globals(), words=2, texts=True)
+settings = configure(globals(), words=sys.maxsize, texts=True)
 
 import numpy as np
 
@@ -82,6 +84,17 @@ cleanup = contextlib.ExitStack()
 # files as documents -----------------------------------------------------------------------------------------
 # document: blocks of text, or a Conversation
 
+FOREIGN = {  # first bytes of a file -> what it is, and what to do
+    rb'version https://git-lfs': 'a pointer of git-lfs: run `git lfs pull`',
+    rb'PAR1': 'a parquet file: let its name end in .parquet',
+    rb'ARROW1|FEA1|\xff{4}': 'an Arrow file: convert it to parquet',
+    rb'\x1f\x8b|\(\xb5/\xfd|BZh\d|\xfd7zXZ|7z\xbc\xaf|PK\x03\x04|Rar!|.{257}ustar': 'an archive: unpack it',
+    rb'%PDF|{\\rtf|\xd0\xcf\x11\xe0': 'a PDF, RTF or Office document: convert it to text',
+    rb'\xff\xfe|\xfe\xff': 'UTF-16: convert it to UTF-8',
+    rb'.*\0|(?=.*[\x01-\x08\x0e-\x1a]).*[\xc0\xc1\xf5-\xff]':
+        'binary data: remove it, or choose the files by a quoted glob'}
+
+
 def unpacked(path):
     """'a.jsonl' for a.jsonl.gz"""
     return re.sub(r'(?i)\.gz\Z', '', path)
@@ -92,11 +105,23 @@ def ending(path):
     return Path(unpacked(path)).suffix.lower()
 
 
+def open_file(path, known=None):
+    """Opens a file's bytes, which may be gzipped. Raises ValueError if they are of another FOREIGN kind than
+    `known`."""
+    f = open(path, 'rb')  # noqa: SIM115
+    if f.peek()[:2] == b'\x1f\x8b':
+        f = gzip.open(f)  # noqa: SIM115
+    head = f.peek(8000)
+    key = next((key for key in FOREIGN if re.match(key, head, re.DOTALL)), known)
+    if key != known:
+        raise ValueError(f'{path} is {FOREIGN[key]}')
+    return f
+
+
 @contextlib.contextmanager
 def open_text(path, errors):
-    """Opens a text file or .gz. Raises ValueError if it is not UTF-8."""
-    opened = open if path == unpacked(path) else gzip.open
-    with opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='') as f:
+    """Opens a text file, which may be gzipped. Raises ValueError if it is not UTF-8, or damaged."""
+    with reading(path), io.TextIOWrapper(open_file(path), 'utf-8-sig', errors, newline='') as f:
         try:
             yield f
         except UnicodeDecodeError as e:
@@ -126,59 +151,71 @@ def text_documents(path, errors):
 
 
 def json_records(path, errors):
-    """Reads JSON Lines."""
+    """Reads JSON values, each on one line or several. Arrays other than conversations are their items. A
+    damaged value is a ValueError, and the next value begins on the next line."""
+    decode = json.JSONDecoder().raw_decode
     with open_text(path, errors) as f:
-        for n, line in enumerate(f, 1):
-            if line.strip():
-                with reading(f'{path}, line {n}'):
-                    record = json.loads(line)
-                yield record
+        for line in f:
+            text = line.strip()
+            while text:
+                try:
+                    record, end = decode(text)
+                except (ValueError, RecursionError) as e:
+                    if getattr(e, 'pos', 0) == len(text) and (more := f.read(len(text)) + f.readline()):
+                        text = f'{text}\n{more}'.rstrip()
+                        continue
+                    if text.count('\n') > 9999:  # a long array
+                        raise
+                    record = ValueError(f'{text[:60]!r} is not JSON')
+                    end = re.match('.*', text).end()
+                text = text[end:].lstrip()
+                yield from record if isinstance(record, list) and not is_conversation(record) else [record]
 
 
-def array_records(path, errors):
-    """Reads a JSON array."""
-    with open_text(path, errors) as f:
-        yield from json.load(f)
-
-
-def csv_records(path, errors, delimiter=','):
+def csv_records(path, errors, **dialect):
     """Reads CSV."""
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
-        yield from csv.DictReader(f, delimiter=delimiter, strict=True)
+        rows = csv.DictReader(f, strict=True, **dialect)
+        try:
+            yield from rows
+        except csv.Error as e:
+            raise ValueError(f'{path}, line {rows.line_num + 1}: {e}: correct the quotation marks') from None
 
 
 def parquet_records(path, errors):
     """Reads parquet."""
-    import pyarrow.parquet
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
-        yield from batch.to_pylist()
+    parquet = package('pyarrow.parquet', 'parquet files need', 'pyarrow')
+    with reading(path):
+        for batch in parquet.ParquetFile(open_file(path, rb'PAR1')).iter_batches(256):
+            yield from batch.to_pylist()
 
 
-# ending -> function of (path, errors) that yields records, {field: value}
-FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': array_records, '.csv': csv_records,
-           '.tsv': functools.partial(csv_records, delimiter='\t'), '.parquet': parquet_records}
+# ending -> function of (path, errors) that yields records: {field: value}, other JSON values, or ValueErrors
+FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_records, '.csv': csv_records,
+           '.tsv': functools.partial(csv_records, delimiter='\t', quoting=csv.QUOTE_NONE),
+           '.parquet': parquet_records}
 
 
-def format_of(path):
-    """The reader of a file; None for text."""
-    if ending(path) != '.json':
-        return FORMATS.get(ending(path))
-    with open_text(path, 'replace') as f:
-        match = re.match(r'\s*((\[)\s*(\[\s*)?{|{\s*")', f.read(999))
-    return match and (array_records if match[2] else json_records)
-
-
-def file_documents(paths, field='text', errors='strict'):
-    """The files' documents, except empty documents."""
+def file_documents(paths, field='text', errors='strict', chats=None):
+    """The files' documents, except empty documents. errors='ignore' omits records that are neither texts nor
+    conversations. chats: whether only conversations, or only texts are right."""
     for path in paths:
-        if records := format_of(path):
-            for n, record in enumerate(records(path, errors), 1):
-                document = read_record(f'{path}, record {n}', record, field)
+        if ending(path) not in FORMATS:
+            yield from text_documents(path, errors)
+            continue
+        wrong = []
+        for n, record in enumerate(FORMATS[ending(path)](path, errors), 1):
+            try:
+                document = read_record(f'{path}, record {n}', record, field, chats)
                 if document != ['']:
                     yield document
-        else:
-            yield from text_documents(path, errors)
+            except ValueError as e:
+                if errors != 'ignore':
+                    raise
+                wrong.append(str(e))
+        if wrong:
+            print_once(f'{path}: left out {len(wrong):,} of {n:,} records: {wrong[0]}')
 
 
 # conversations ----------------------------------------------------------------------------------------------
@@ -188,60 +225,89 @@ Conversation = collections.namedtuple('Conversation', 'place messages tools', de
 NAMES = {  # a dataset's field -> our name
     'conversations': 'messages', 'prompt': 'question', 'instruction': 'question', 'input': 'more',
     'context': 'more', 'output': 'answer', 'response': 'answer', 'completion': 'answer',
-    'system_prompt': 'system', 'from': 'role', 'value': 'content'}
+    'system_prompt': 'system', 'from': 'role', 'value': 'content',
+    'user': 'question', 'human': 'question', 'assistant': 'answer', 'gpt': 'answer'}
 SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'developer': 'system'}
 ROLES = 'system', 'user', 'assistant', 'tool'
-LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # false: do not learn it
+LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # false: not learned
 
 
-def read_record(place, record, field='text'):
-    """[The record's text] or a Conversation. Raises ValueError if both are missing."""
-    if isinstance(record, list):  # nanochat's format
-        record = {'messages': record}
-    value = record.get(field)
-    if isinstance(value, str) and field not in ('messages', 'conversations'):
-        return [without_surrogates(value)]
-    named = renamed(record)
-    messages = from_json(value or named.get('messages'))
-    if not messages and 'answer' in named:
-        question = '\n\n'.join(filter(None, [named.get('question'), named.get('more')]))
-        messages = make_messages(*named.get('history', []), (question, named['answer']))
-    if not messages or not isinstance(messages, list) or value is None and field != 'text':
-        raise ValueError(f'{place}: no text in field {field!r} and no messages in {record!r:.200}: correct '
-                         'the record, or choose another field by --field')
-    if named.get('system'):
-        messages = [{'role': 'system', 'content': named['system']}, *messages]
-    messages = [read_message(place, message) for message in messages]
-    tools = from_json(named.get('tools') or messages[0].pop('tools', None))  # MiniMind: in the message
-    return Conversation(place, messages, tools or None)
+def read_record(place, record, field='text', chats=None):
+    """[The record's text] or a Conversation. Raises ValueError for any other value. chats: whether only
+    conversations, or only texts are right."""
+    try:
+        if isinstance(record, Exception):
+            raise record
+        if isinstance(record, (str, list)):
+            record = {'text' if isinstance(record, str) else 'messages': record}
+        if isinstance(record.get(field), str) and field not in ('messages', 'conversations'):
+            document = [without_surrogates(record[field])]
+        else:
+            if field != 'text':
+                record = record | {'messages': [from_json(record[field])]}
+            messages = [*map(read_message, to_messages(record))]
+            tools = from_json(record.get('tools') or messages[0].pop('tools', []))  # MiniMind: in the message
+            document = Conversation(place, messages, tools + [] or None)
+        if chats in (None, isinstance(document, Conversation)):
+            return document
+        raise ValueError('texts and conversations must be prepared separately')
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
+        reason = e if type(e) is ValueError else (
+            f'no text in field {field!r} and no messages in {reprlib.repr(record)}')
+        raise ValueError(f'{place}: {reason}: correct the record, choose another field by --field, or omit '
+                         'such records by --errors=ignore') from None
 
 
-def read_message(place, message):
+def is_conversation(value):
+    """Whether a list begins with a message."""
+    return any(isinstance(one, dict) and {'role', 'content'} <= renamed(one).keys() for one in value[:1])
+
+
+def to_messages(value, role=None):
+    """Messages of a JSON value: a text, which is JSON if it has no role; a message; a record; or a list of
+    these or of pairs. Raises some error for other values."""
+    if isinstance(value, str):
+        return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
+    if isinstance(value, list):
+        if str in map(type, value) and (len(value) % 2 or value[0] in (*ROLES, *SPEAKERS)):
+            raise ValueError(f'{value!r:.80} is not pairs of question and answer')
+        return [message for one, role in zip(value, itertools.cycle(ROLES[1:3]))
+                for message in to_messages(one, role)]
+    named = renamed(value)
+    if role and 'role' in named:
+        return [named]
+    turns = named.get('messages')
+    if not turns:
+        question = named.get('question', '')
+        if named.get('more'):
+            question = '\n\n'.join(filter(None, [question, named['more']]))
+        turns = [from_json(named.get('history')) or [], [question, named['answer']]]
+    return [*to_messages(named.get('system') or [], 'system'), *to_messages(turns)]
+
+
+def read_message(message):
     """A message for chat templates. Raises ValueError if it lacks a role or content."""
-    message = renamed(message)
-    role = message.get('role')
-    message['role'] = SPEAKERS.get(role, role)
+    message['role'] = SPEAKERS.get(message['role'], message['role'])
     if calls := from_json(message.get('tool_calls')):
         for call in calls:
             function = call.get('function', call)
-            function['arguments'] = from_json(function.get('arguments'))
+            function |= {'name': function['name'], 'arguments': from_json(function.get('arguments')) or {}}
         message['tool_calls'] = calls
     if calls or message.keys() & {*THOUGHTS}:
         message.setdefault('content', '')
     if message['role'] not in ROLES or not isinstance(message.get('content'), str):
-        raise ValueError(f'{place}: {message!r:.80} needs a role, one of {", ".join(ROLES)}, and text as its '
-                         'content')
+        raise ValueError(f'{message!r:.80} needs a role, one of {", ".join(ROLES)}, and text as its content')
     if any(name in message and not message[name] for name in LEARNED):
         message['learn'] = False
     return json_value(message)
 
 
 def renamed(record):
-    """Renames fields by NAMES; among equal names, the first counts. Omits nulls."""
-    result = {}
-    for key, value in record.items():
-        if value is not None:
-            result.setdefault(NAMES.get(key, key), value)
+    """Renames fields by NAMES; among equal names, the first in NAMES counts. Omits nulls."""
+    result = {key: value for key, value in record.items() if value is not None}
+    for key, name in NAMES.items():
+        if key in result:
+            result.setdefault(name, result.pop(key))
     return result
 
 
@@ -250,10 +316,9 @@ def from_json(value):
     return json_value(json.loads(value) if value and isinstance(value, str) else value)
 
 
-def make_messages(*turns):
+def make_messages(*pairs):
     """(question, answer), ... as messages."""
-    return [{'role': role, 'content': content} for turn in turns
-            for role, content in zip(('user', 'assistant'), turn)]
+    return to_messages([*map(list, pairs)])
 
 
 def contents(conversation):
@@ -267,8 +332,9 @@ def contents(conversation):
 # chats: whether documents are Conversations
 # shards: URLs of token files instead of documents; the first is for validation
 # tokenizer: the default
-Source = collections.namedtuple('Source', 'name label documents chats shards tokenizer',
-                                defaults=[None, False, None, None])
+# records: whether a file has records
+Source = collections.namedtuple('Source', 'name label documents chats shards tokenizer records',
+                                defaults=[None, False, None, None, False])
 LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages'}
 
 
@@ -357,23 +423,32 @@ def find_source(source):
         return SOURCES[source]
     path = os.path.expanduser(source)
     if source == '-':  # documents are read twice
-        folder = cleanup.enter_context(tempfile.TemporaryDirectory())
-        path = f'{folder}/stdin.json'
+        path = f'{cleanup.enter_context(tempfile.TemporaryDirectory())}/stdin'
         with open(path, 'wb') as f:
             shutil.copyfileobj(sys.stdin.buffer, f)
+        with open_text(path, 'replace') as f:
+            is_json = re.match(r'\s*(\[\s*)*({\s*["}]|\[\s*")', f.read(999))
+        path = shutil.move(path, f'{path}{".json" if is_json else ""}')
     if os.path.isfile(path):
         name = Path(unpacked(path)).stem
         paths = [path]
     else:
         pattern = f'{glob.escape(path)}/**/*' if os.path.isdir(path) else path
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
-        files = filter(os.path.isfile, glob.glob(pattern, recursive=True))
-        paths = sorted({*map(os.path.realpath, files)}, key=Path)  # links may form loops
+        # links may form loops; of a file's names, the shortest with a known ending counts
+        files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)),
+                       key=lambda path: (ending(path) in FORMATS, -len(path)))
+        paths = sorted({os.path.realpath(path): path for path in files}.values(), key=Path)
     if not paths:
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
-    documents = functools.partial(file_documents, paths, field, errors)
-    return Source(name, source, documents, isinstance(next(documents(), None), Conversation))
+    records = [path for path in paths if ending(path) in FORMATS]
+    chats = isinstance(next(file_documents(records, field, errors), None), Conversation)
+    if chats and records != paths:
+        print('left out, because other files have conversations:', *sorted({*paths} - {*records}))
+        paths = records
+    documents = functools.partial(file_documents, paths, field, errors, chats)
+    return Source(name, source, documents, chats, records=bool(records))
 
 
 def data_folder(name):
@@ -462,7 +537,7 @@ def encode_chat(tok, special_tokens, errors, item):
             tok, chat if special_tokens == 'tokens' else Conversation(*tok.as_text([*chat])), opened)
         if tok.document_token in ids[1:-1]:
             raise ValueError(f'{tok.decode([tok.document_token])} would end the conversation early')
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         if errors == 'ignore':
             return None
         raise ValueError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
@@ -503,7 +578,7 @@ def encode_conversation(tok, conversation, opened=()):
                 raise ValueError(f'message {n + 1}: the chat template ends this answer without a known stop '
                                  'token')
             end = common(tok.encode_chat(own), ids)
-        mask[common(tok.encode_chat(text[:start]), ids):end] = message.get('learn', True)
+        mask[common(tok.encode_chat(text[:start]), ids):end] = message.get('learn') is not False
     return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)]
 
 
@@ -607,7 +682,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
     eot = tok.eot
     if block_size:
         work = functools.partial(encode_chat, tok, special_tokens, errors)
-        encoded = filter(None, in_processes(procs, work, texts))
+        encoded = filter(lambda item: item or counts.update(left_out=1), in_processes(procs, work, texts))
         eot = tok.document_token
         first = [*tok.stop_tokens, 0][0] if eot is None else eot
         encoded = pack(encoded, block_size, np.array(first, dtype_of(tok.n_vocab)), counts)
@@ -780,7 +855,7 @@ def read_shard(path, dtype):
         dtype = np.dtype(meta.get('dtype', dtype)).newbyteorder('<')
         tokens = np.memmap(path, dtype, 'r', 1024 if meta else 0)
         if meta and not 0 < len(tokens) == np.fromfile(path, '<i4', 3)[2]:
-            raise ValueError(f'it has {len(tokens)} tokens, but its header counts others or none')
+            raise ValueError(f'{path} has {len(tokens)} tokens, but its header counts others or none')
         return tokens
 
 
@@ -881,16 +956,20 @@ if __name__ == '__main__':
     vars(prepare).update(settings.config)
     values = settings.config | {'source': name}
     check_values(settings, values, globals())
-    check_effects(settings, values, globals())
+    if len(more) > (name == 'look'):
+        raise ValueError(f'cannot use {more[-1]!r} too: put files into a folder, or quote a glob')
     if name == 'look':
         look(*more or [FIRST_RUN])
         sys.exit()
-    if more:
-        raise ValueError(f'cannot use a second source, {more[0]!r}: put files into a folder, or quote a glob')
     source = find_source(name)
+    check_effects(settings, values | {'conversations': source.chats, 'records': source.records}, globals())
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
+    if tokenizer == FIRST_RUN and not is_prepared(FIRST_RUN):
+        raise FileNotFoundError(f'the default tokenizer of conversations, {FIRST_RUN}, is missing: run '
+                                '`python prepare.py` first, or choose another, like --tokenizer=bpe:4096')
     folder = output_folder(out, source, tokenizer)
-    if not overwrite and is_prepared(folder) and read_meta(folder).get('source') != source.label:
+    if not overwrite and is_prepared(folder) and (
+            name == '-' or read_meta(folder).get('source') != source.label):
         raise ValueError(f'{folder} contains data of a source other than {source.label}: choose another '
                          '--out, or replace the data by --overwrite=True')
 
@@ -927,6 +1006,8 @@ if __name__ == '__main__':
     if source.chats:
         print(f'{meta["train_learnt"]:,} train tokens are learned; {meta["cut"]:,} conversations are longer '
               f'than {block_size} tokens and cut')
+        if 'left_out' in meta:
+            print(f'{meta["left_out"]:,} conversations are left out, because the chat template rejects them')
         if meta['opened']:
             print(f'before {meta["opened"]:,} answers, the prompt of the chat template opens a thought, but '
                   'the answer has none: add reasoning_content to the data, or use another template')

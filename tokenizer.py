@@ -17,6 +17,7 @@ import numpy as np
 
 EOT = '<|endoftext|>'  # the end-of-text token
 CHUNK = 1 << 16        # characters per piece
+SPACES = 900_000       # white-space characters in a row that tiktoken can encode
 
 # Long texts are cut between a letter or digit ([^\W_]) and a space, line end or CJK punctuation
 # mark. Neither tiktoken's patterns nor WORD_PATTERN match across such a place.
@@ -284,6 +285,9 @@ class TiktokenTokenizer(Tokenizer):
         super().__init__(name, {i: token for token, i in table.items()}, special)
 
     def encode_array(self, text):
+        if len(text) > SPACES and re.search(rf'(?<!\s)\s{{{SPACES}}}', text):
+            raise ValueError(f'more than {SPACES:,} white-space characters in a row overflow the stack of '
+                             'tiktoken: shorten them')
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
 
     def state(self):

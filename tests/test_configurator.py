@@ -207,7 +207,8 @@ def test_every_rule_of_ours_is_python():
         known = configurator.declared(path) | configurator.declared(ROOT / 'model.py')
         values = {name: setting.default for name, setting in known.items()} | {'mixer_pattern': 'A'}
         tables = {'OPTIMIZERS': {'adamw': 1}, 'SCHEDULES': {'cosine': 1}, 'TORCHRUN': False,
-                  'SOURCES': prepare.SOURCES, 'train': train, 'command': 'train'}
+                  'SOURCES': prepare.SOURCES, 'train': train, 'command': 'train', 'conversations': True,
+                  'records': True}
         settings = configurator.Configured({}, {}, [], known, known, {})
         configurator.check_values(settings, values, tables)
         for rule in itertools.chain(*(setting.rules for setting in known.values())):

@@ -1,4 +1,5 @@
 """Tests of prepare.py: sources, splits, conversations, files on disk and reading them."""
+import bz2
 import collections
 import contextlib
 import csv
@@ -219,10 +220,19 @@ def test_much_text_needs_little_memory(tmp_path):
     assert int(done.stdout.split()[-1]) < 70 << 10 and os.path.getsize(tmp_path / 'd/train.bin') > 60e6
 
 
-def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
+POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n'
+
+
+def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
+    write_parquet('rows.parquet', [{'text': 'a'}])
     for name, data in {
             'short.txt': b'x', 'good.txt': b'some good text, enough for two', 'other.txt': b'another text',
-            'latin.txt': b'caf\xe9 au lait', 'empty.csv': b'',
+            'latin.txt': b'caf\xe9 au lait', 'empty.csv': b'', 'cut.gz': gzip.compress(b'some text')[:-9],
+            'cut.parquet': Path('rows.parquet').read_bytes()[:-9], 'b.txt': Path('rows.parquet').read_bytes(),
+            'quote.csv': b'text,id\n"a"b,1\n', 'p.txt': POINTER, 'p.parquet': POINTER, 'p.jsonl.gz': POINTER,
+            'a.tgz': gzip.compress(bytes(257) + b'ustar'), 'a.bz2': bz2.compress(b'text'),
+            'u.txt': 'text'.encode('utf-16'),
+            'cut.json': b'[{"text": "a"},', 'mix.jsonl': b'"a"\n["b", "c"]\n{"prompt": "a", "output": "b"}',
             'chats.jsonl': b'{"prompt": "a", "response": "b"}\n' * 9}.items():
         Path(name).write_bytes(data)
     assert not prep('good.txt --out=d')[1]
@@ -232,11 +242,23 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
             'short.txt': 'train has no token to learn', 'empty.csv': 'train has no token to learn',
             '*.none': 'no such .*, smol_smoltalk',
             'chats.jsonl --field=respone': "record 1: no text in field 'respone' .*'prompt': .*--field",
+            'cut.gz': 'cannot read cut.gz', 'cut.parquet': 'cannot read cut.parquet',
+            'quote.csv': 'quote.csv, line 2: .*quotation marks', 'cut.json': 'record 1: .* is not JSON',
+            'p.*': 'p.jsonl.gz is a pointer of git-lfs: run `git lfs pull`', 'p.txt': 'p.txt is a pointer',
+            'p.parquet': 'p.parquet is a pointer', 'b.txt': 'its name end in .parquet', 'u.txt': 'is UTF-16',
+            'a.tgz --errors=replace': 'a.tgz is an archive', 'a.bz2': 'a.bz2 is an archive: unpack it',
+            'mix.jsonl': 'record 4: texts and conversations must be prepared separately',
+            'good.txt --block_size=64': 'it needs conversations', 'good.txt --field=x': 'it needs records',
+            'a b c d': "'d' too: .*quote a glob", 'chats.jsonl': 'run `python prepare.py` first',
             'fineweb_edu --tokenizer=byte': 'only tokens of gpt2'}.items():
         for folder in ('d', 'fresh'):
             assert re.search(message, prep(f'{line} --out={folder} --overwrite=True')[1])
     assert 'data/d contains data of a source other than other.txt' in prep('other.txt --out=d')[1]
     assert os.listdir('data') == ['d'] and files_of('data/d') == before
+    for text in b'one text', b'two text':
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text)))
+        error = prep('-')[1]
+    assert 'data/stdin_byte contains data of a source other than -' in error
     assert not prep('other.txt --out=d --overwrite=True')[1]
     for errors, text in ('replace', 'caf\ufffd'), ('ignore', 'caf au'):
         assert not prep(f'latin.txt --errors={errors}')[1]
@@ -392,6 +414,9 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
     ({'system_prompt': 'Be brief', 'question': 'Hi', 'response': 'Ho'},  # OpenOrca's
      [{'role': 'system', 'content': 'Be brief'}, QUESTION, ANSWER]),
     ({'instruction': 'Hi', 'input': None, 'output': 'Ho'}, [QUESTION, ANSWER]),
+    ({'prompt': [QUESTION], 'completion': [ANSWER]}, [QUESTION, ANSWER]),  # TRL's
+    *(({'prompt': 'Hi', 'user': 'ID 7', 'completion': 'Ho', 'history': history}, [QUESTION, ANSWER] * 2)
+      for history in ('[["Hi", "Ho"]]', [{'assistant': 'Ho', 'user': 'Hi'}], {'human': 'Hi', 'gpt': 'Ho'})),
     *(({'messages': [QUESTION, {'role': 'assistant', **empty, 'tool_calls': calls}]},
        [QUESTION, {'role': 'assistant', 'content': '', 'tool_calls': [CALL]}])
       for calls, empty in (([PADDED_CALL], {}), ([OPENAI_CALL], {'content': None}),
@@ -402,6 +427,65 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
       for name, no in (('weight', 0), ('loss_mask', 0.0), ('trainable', False)))])
 def test_every_record_becomes_plain_messages(record, messages):
     assert prepare.read_record('x', record).messages == messages
+
+
+NAMES = [*prepare.NAMES, 'text', 'messages', 'history', 'tools', 'tool_calls', 'function',
+         'arguments', 'role', 'content', 'learn']
+
+
+def odd(rng, depth=3):
+    """A random JSON value, with fields of datasets."""
+    kind = rng.randrange(4 if depth else 1)
+    if kind < 2:
+        return [odd(rng, depth - 1) for _ in range(rng.randrange(4))] if kind else rng.choice(
+            [None, 0, True, 1e9, '', 'user', 'none', '[1', '[["a", "b"]]', '{"role": "user"}', '\ud800'])
+    return {name: odd(rng, depth - 1) for name in rng.choices(NAMES, k=5)}
+
+
+@pytest.mark.parametrize('lines, indent', [(True, None), (True, 1), (False, None), (False, 1)])
+def test_any_json_value_is_read_or_left_out(lines, indent, tmp_path, capsys):
+    """On one line or several, or in an array. Well-formed conversations are found among wrong records."""
+    rng, values, wrong, tok = random.Random(0), [], [], make_tokenizer('bpe:300', training=['ab'])
+    for value in (odd(rng) for _ in range(600)):
+        try:
+            read = prepare.read_record('f, record 5', value)
+            if read[0] == 'f, record 5':
+                prepare.encode_chat(tok, 'text', 'ignore', ('train', read, True))
+        except ValueError as e:
+            assert re.match('f, record 5: .*: correct the record, .*--errors=ignore$', str(e))
+            wrong += [value] * isinstance(value, dict)
+    assert 100 < len(wrong) < 500
+    pairs = [[f'Q{{{n}', f'"{n}]'] for n in range(99)]
+    for pair in pairs:
+        turns = [{'role': 'user', 'content': pair[0]}, {'role': 'assistant', 'content': pair[1]}]
+        values += rng.sample(wrong, 2) + [rng.choice([
+            turns, {'messages': turns}, {'conversations': json.dumps(turns)}, {'messages': [pair]},
+            {'prompt': pair[0], 'output': pair[1]}, {'prompt': turns[:1], 'completion': turns[1:]}])]
+    texts = [json.dumps(value, indent=indent) for value in values]
+    (tmp_path / 'a.json').write_text('\n'.join(['{"prompt": "', 'x', *texts, '{"prompt":']) if lines else
+                                     json.dumps(values, indent=indent))
+    documents = [*prepare.file_documents([str(tmp_path / 'a.json')], errors='ignore', chats=True)]
+    assert [[message['content'] for message in chat.messages] for chat in documents] == pairs
+    assert f'left out {198 + 3 * lines} of {297 + 3 * lines} records: ' in capsys.readouterr().out
+
+
+def test_each_file_is_judged_by_itself(tmp_path, monkeypatch, capsys):
+    """In the hub's cache, files are links. TSV has no quotation marks."""
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('hub/blobs')
+    os.makedirs('hub/it')
+    Path('hub/it/README.md').write_text('a card')
+    Path('hub/it/q.tsv').write_text('id\ttext\n1\t"Where\n2\tI "am"\n3\there."\n')
+    texts = [[*document] for document in prepare.find_source('hub/it').documents()]
+    assert texts == [['a card'], ['"Where'], ['I "am"'], ['here."']]
+    os.remove('hub/it/q.tsv')
+    write_jsonl('hub/blobs/9f', [{'prompt': 'Hi', 'completion': 'Ho'}] * 2)
+    os.symlink('../blobs/9f', 'hub/it/a.jsonl')
+    os.symlink('..', 'hub/it/loop')
+    for name in 'hub', 'hub/it':
+        assert [chat.place for chat in prepare.find_source(name).documents()] == [
+            f'hub/it/a.jsonl, record {n}' for n in (1, 2)]
+        assert 'left out, because other files have conversations: hub/it/README.md' in capsys.readouterr().out
 
 
 def published(special, message, prompt="'<|assistant|>'", bos='<s>', eos='</s>', ends='', begin=''):
@@ -517,7 +601,8 @@ def test_a_conversation_that_the_template_rejects_is_named_or_left_out(prep):
         write_jsonl('chats.jsonl', good[:5] + bad + good[5:])
         message = prep(f'chats.jsonl --tokenizer=tok --procs={n}')[1]
         assert 'chats.jsonl, record 6, the chat template rejects this: roles must alternate: ' in message
-        assert not prep(f'chats.jsonl --tokenizer=tok --procs={n} --errors=ignore')[1]
+        out, error = prep(f'chats.jsonl --tokenizer=tok --procs={n} --errors=ignore')
+        assert not error and '1 conversations are left out' in out
     text = ''.join(tok.decode(prep_ids('data/chats', split)) for split in SPLITS)
     assert text.count('<|im_start|>user') == 30 and 'bad' not in text
 

@@ -217,6 +217,13 @@ def test_tokenizer_json_of_other_kinds():
     assert JsonTokenizer(json.dumps(spec)).eot == ours.special[EOT]
 
 
+def test_white_space_that_overflows_tiktoken_is_named():
+    tok = prep_toy_bpe()
+    assert len(tok.encode_array('a' + ' ' * 899_999)) == 450_001
+    with pytest.raises(ValueError, match='900,000 white-space characters in a row'):
+        tok.encode_array('a' + ' ' * 900_001)
+
+
 def test_text_is_not_cut_where_a_token_reaches_across():
     spec = json.loads(tok_oracles()['gpt2'].to_str())
     assert JsonTokenizer(json.dumps(spec)).can_cut
