@@ -27,6 +27,7 @@ import functools
 import importlib
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -347,6 +348,7 @@ def one_line_errors(kind, error, trace):
         os._exit(141)  # `| head`: print nothing, not even at exit
     elif kind is KeyboardInterrupt:
         message = 'interrupted'
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would print a traceback at exit
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
         message = ('out of memory: lower --batch_size (train.py: and raise --gradient_accumulation_steps by '
                    'as much), --max_new_tokens or --procs')
