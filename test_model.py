@@ -424,15 +424,16 @@ def test_experts_without_rows_get_no_gradient_on_blackwell(monkeypatch):
 
 def test_router_weights_sum_to_one_despite_underflow():
     model = tiny(n_expert=4, router='sigmoid', mlp_bias=True)
-    routing = []
     moe = model.h[0].mlp
     with torch.no_grad():
         moe.router.weight.zero_()
         moe.router.bias.copy_(torch.tensor([-60.0, -60.5, -61.0, -200.0]))
     weight, chosen, _, _ = moe.route(torch.randn(7, 32))
-    moe(torch.randn(1, 7, 32), make_context(model, torch.zeros(1, 7), routing=routing))
+    context = make_context(model, torch.zeros(1, 7))
+    context.routing, context.learned = [], torch.ones(1, 7)
+    moe(torch.randn(1, 7, 32), context)
     torch.testing.assert_close(weight.sum(-1), torch.ones(7))
-    assert set(chosen.flatten().tolist()) == {0, 1} and routing[0][1] >= 1
+    assert set(chosen.flatten().tolist()) == {0, 1} and context.routing[0][1] >= 1
 
 
 def test_the_balance_bias_is_never_rounded():
