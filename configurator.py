@@ -318,6 +318,8 @@ def reading(path):
     except Exception as error:
         if getattr(error, 'filename', None):  # a missing or unreadable file
             raise
+        if name := re.search(r'GLOBAL (\S+)', str(error)):  # torch.load's message is long
+            error = TypeError(f'it contains {name[1]}, but only tensors and plain values can be read')
         raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
                          ) from error
 

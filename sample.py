@@ -122,10 +122,8 @@ def read_checkpoint(path):
         args = {RENAMED.get(name, name): value for name, value in checkpoint['model_args'].items()}
         state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w.detach()
                  for name, w in checkpoint['model'].items()}
-    if used := sorted(name for name in args.keys() - FIELDS if args.pop(name) is not None):  # None: unused
-        raise ValueError(f"{path} was trained with {', '.join(used)}, which this version does not support: "
-                         "load it with the version that trained it")
-    args = {name: checked(path, name, value, FIELDS) for name, value in args.items()}
+    args = {name: checked(path, name, value, FIELDS) for name, value in args.items()
+            if name in FIELDS or value is not None}  # None: an unused option of another version
     if any('transformer.' in name for name in checkpoint['model']):  # nanoGPT
         wte = state['wte.weight']
         tied = torch.equal(state.setdefault('lm_head.weight', wte), wte)
@@ -652,6 +650,8 @@ if __name__ == '__main__':
     if chat and not tokenizer.chat_template:
         raise ValueError("--chat needs a model trained on conversations, as by config/chat.py: leave it out "
                          "to continue a text")
+    if start == '\n' not in getattr(tokenizer, 'chars', start):
+        prompts = tokenizer.chars[:1]
     model.eval()
     print(f"{checkpoint['path']}: {num_params(model):,} parameters")
     if compile:

@@ -728,19 +728,19 @@ def save(run, name, constant):
     that later weights would replace."""
     state = run.snapshot(name != 'best.pt')
     path = Path(run.config['out_dir'], name)
+    if name == 'ckpt.pt':
+        if RANK == 0 and run.saved == run.best_iter != run.iter_num:
+            with contextlib.suppress(OSError):  # best.pt exists, or this disk has no links
+                os.link(path, path.with_name('best.pt'))
+        run.saved = run.iter_num
     if RANK == 0:
         try:
             with replacing(path) as f:
                 torch.save(constant | state, f)
-                if run.saved == run.best_iter != run.iter_num:
-                    with contextlib.suppress(OSError):  # best.pt exists, or this disk has no links
-                        os.link(path, path.with_name('best.pt'))
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # torch.save hides it
                 raise error.__context__ from None
             raise
-    if name == 'ckpt.pt':
-        run.saved = run.iter_num
     run.wait_for_rank_0()
 
 
@@ -792,10 +792,11 @@ def start_files(out_dir, after, old, **facts):
     """Starts log.csv, with the complete rows up to iteration `after`, and run.json. Once both are written,
     renames the files of an earlier run that match the patterns in old."""
     log = Path(out_dir, 'log.csv')
+    lines = [LOG_FIELDS]
     with reading(log):
-        rows = [row for row in csv.DictReader(log.read_text('utf-8').splitlines() if log.exists() else ())
-                if None not in row.values() and int(row['iter']) <= after]
-    lines = [LOG_FIELDS, *([row.get(name, '') for name in LOG_FIELDS] for row in rows)]
+        for row in csv.DictReader(log.read_text('utf-8').splitlines() if log.exists() else ()):
+            if None not in row.values() and int(row['iter']) <= after:
+                lines.append([row.get(name, '') for name in LOG_FIELDS])
     with replacing(log) as f, replacing(Path(out_dir, 'run.json')) as g:
         f.write(''.join(','.join(line) + '\r\n' for line in lines).encode())
         g.write(json.dumps(facts).encode())
@@ -804,15 +805,15 @@ def start_files(out_dir, after, old, **facts):
         set_aside(out_dir, *old)
 
 
-def log_row(run, wandb_run, row):
+def log_row(path, wandb_run, row):
     """Adds a row to the log and to wandb's run, if any. A full disk loses the row, not the run."""
     texts = {name: format(value, LOG_FIELDS[name]) for name, value in row.items() if value is not None}
     if RANK == 0:
         try:
-            with open(Path(run.config['out_dir'], 'log.csv'), 'a', encoding='utf-8', newline='') as f:
+            with open(path, 'a', encoding='utf-8', newline='') as f:
                 csv.DictWriter(f, LOG_FIELDS).writerow(texts)
         except OSError as error:
-            print0(f"warning: a row is missing in log.csv: {error}")
+            print0(f"warning: {path} lacks a row, which could not be written: {error}")
     if wandb_run:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # nanoGPT's names
         wandb_run.log({names.get(name, name): float(text) for name, text in texts.items()}, step=row['iter'])
@@ -1026,8 +1027,8 @@ if __name__ == '__main__':
         print0('warning: after about four passes over a text, a model gains little and may learn it by heart '
                '(arXiv:2305.16264): see whether val loss still falls, or set --epochs=4')
     if resumed and lr_at(first_it, config) > 1.1 * lr_at(first_it, config | source.get('config', {})):
-        print0('warning: the learning rate rises again, because its decay now ends later: to prevent it, set '
-               '--lr_decay_iters to the earlier max_iters')
+        print0('warning: the learning rate rises, because this command changes its schedule: to keep a decay '
+               'that has ended, set --lr_decay_iters to the earlier max_iters')
     if 0 < max_iters <= warmup_iters:
         print0(f"warning: warmup_iters={warmup_iters} does not end before the run: the learning rate reaches "
                f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower it")
@@ -1050,6 +1051,7 @@ if __name__ == '__main__':
         'masked': bool(train_bins.masks) or source.get('masked', init_from != 'scratch'), 'data': meta,
         'kept': source.get('kept', []) if resumed else [],
         'family': source.get('family')}  # for exports of published models
+    log_file = f'{out_dir}/log.csv'
     lock = wandb_run = None
     signals = [] if eval_only else stop_on_signals()
     if RANK == 0 and not eval_only:
@@ -1097,7 +1099,7 @@ if __name__ == '__main__':
                 row = measure(run, row, seconds, epoch)
                 print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
                 if (it == 1 or it % log_interval == 0) and it < goal and not reason:
-                    log_row(run, wandb_run, row)  # at goal: after the evaluation
+                    log_row(log_file, wandb_run, row)  # at goal: after the evaluation
 
         if reason:  # a cluster may not wait
             save(run, 'ckpt.pt', constant)
@@ -1116,7 +1118,7 @@ if __name__ == '__main__':
             run.best_iter = run.iter_num
         run.wall_s = time.time() - began
         if row:  # before the checkpoint, or rows are lost
-            log_row(run, wandb_run, row | columns | {'wall_s': run.wall_s})
+            log_row(log_file, wandb_run, row | columns | {'wall_s': run.wall_s})
         if improved and not always_save_checkpoint:
             save(run, 'best.pt', constant)
         if keep:
