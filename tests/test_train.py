@@ -474,10 +474,11 @@ def test_statistics_of_experts_leave_out_tokens_without_a_target(monkeypatch):
     idx[1, 1, 5:], idx[1, 3] = -1, -100
     learned = idx[1] >= 0
     _, aux = tiny(n_expert=4)(*idx)
-    expected = [mixtral.load_balancing_loss_func((logits,), 4, 2, learned.long()) / 2 for *_, logits, _ in found]
+    balance = mixtral.load_balancing_loss_func
+    expected = [balance((logits,), 4, 2, learned.long()) / 2 for *_, logits, _ in found]
     torch.testing.assert_close(aux['balance'], torch.stack(expected).mean())
-    for load, (_, chosen, *_) in zip(aux['load'], found, strict=True):
-        assert load.tolist() == chosen[learned.flatten()].flatten().bincount(minlength=4).tolist()
+    for counts, (_, chosen, *_) in zip(aux['load'], found, strict=True):
+        assert counts.tolist() == chosen[learned.flatten()].flatten().bincount(minlength=4).tolist()
 
 
 def test_gradients_do_not_depend_on_how_targets_are_split(monkeypatch):
