@@ -112,7 +112,7 @@ class MoE(nn.Module):
         y = self.experts(each.index_select(0, order), ends)
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
-        if context.routing is not None:
+        if context.learned is not None:
             context.routing.append((self.layer, *self.statistics(chosen, logits, score, context.learned)))
         if self.shared is None:
             return y

@@ -657,7 +657,7 @@ class ForwardContext:
     eager: bool                   # whether to use eager_attention, unless flex
     flex: bool                    # whether to use flex_attention where a mask or a score needs it
     dtype: torch.dtype            # of matmuls
-    learned: torch.Tensor         # (B, T) bool, with routing: which tokens have a target
+    learned: torch.Tensor | None  # (B, T) bool, whether a token has a target; None without targets
     weights: list | None          # collects attention weights, (B, H, T, S)
     routing: list | None          # collects (layer, balance, z, load) of experts
     handed: dict                  # layer -> value that it passed to hand_on
@@ -692,7 +692,7 @@ def make_context(model, idx, cache=None, lengths=None, weights=None):
     context = ForwardContext(idx=idx, positions=positions, position_ids=positions, document_starts=None,
                              ropes={}, masks={}, cache=cache, lengths=lengths, base=0, eager=eager,
                              flex=flex, dtype=model.compute_dtype(), weights=weights,
-                             routing=None)
+                             routing=None, learned=None)
     if config.document_token is not None:
         context.document_starts = find_starts(context, config.document_token)
         context.position_ids = positions - context.document_starts
