@@ -320,6 +320,8 @@ def reading(path):
         # a missing package, a missing or unreadable file, or a line of ours
         if isinstance(error, ImportError) or getattr(error, 'filename', None) or on_purpose(error):
             raise
+        if name := re.search(r'GLOBAL (\S+)', str(error)):  # torch.load's message is long
+            error = TypeError(f'it contains {name[1]}, but only tensors and plain values can be read')
         raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
                          ) from error
 

@@ -103,9 +103,8 @@ class MoE(nn.Module):
         E = self.config.n_expert
         k = self.config.n_expert_active
         weight, chosen, logits, score = self.route(self.ln_router(flat))
-        order = chosen.flatten().argsort(stable=True)  # choices sorted by expert
-        load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # counts, (B, E)
-        ends = load.sum(0).cumsum(0, dtype=torch.int32)
+        expert, order = chosen.flatten().sort(stable=True)  # choices sorted by expert
+        ends = torch.searchsorted(expert, torch.arange(E, device=x.device), right=True, out_int32=True)
         each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # one row per choice
         if self.config.expert_input_scale:
             each = each * weight.view(-1, 1).type_as(each)
@@ -114,8 +113,8 @@ class MoE(nn.Module):
         y = self.experts(each.index_select(0, order), ends)
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
-        if context.routing is not None:
-            context.routing.append((self.layer, *self.statistics(load, logits, score)))
+        if context.learned is not None:
+            context.routing.append((self.layer, *self.statistics(chosen, logits, score, context.learned)))
         if self.shared is None:
             return y
         shared = self.ln_shared_out(self.shared(self.ln_shared_in(x)))
@@ -148,14 +147,20 @@ class MoE(nn.Module):
             weight = weight * self.expert_scale[chosen]
         return weight * config.routed_scaling_factor, chosen, logits, score
 
-    def statistics(self, load, logits, score):
-        """load (B, E) -> balance, 0-d, 1 if experts are used evenly (Switch, arXiv:2101.03961, equations 4 to
-        6); z, 0-d (ST-MoE, arXiv:2202.08906); load of all rows (E,)"""
-        if not self.config.balance_per_sequence:
-            load = load.sum(0, keepdim=True)
-        share = score.softmax(-1).unflatten(0, (len(load), -1)).mean(1)  # mean scores
-        balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
-        return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
+    def statistics(self, chosen, logits, score, learned):
+        """learned (B, T) bool: the tokens that count -> balance, 0-d, 1 if experts are used evenly (Switch,
+        arXiv:2101.03961, equations 4 to 6); z, 0-d (ST-MoE, arXiv:2202.08906); load (E,), how often each
+        expert was chosen"""
+        E = self.config.n_expert
+        rows = learned if self.config.balance_per_sequence else learned.view(1, -1)
+        n = rows.sum(1, keepdim=True).clamp(min=1)
+        picks = (chosen[..., None] == torch.arange(E, device=chosen.device)).sum(1)
+        load, share = ((x.unflatten(0, rows.shape) * rows[..., None]).sum(1)  # (rows, E)
+                       for x in (picks, score.softmax(-1)))
+        total = learned.sum().clamp(min=1)
+        balance = E / self.config.n_expert_active * (load * share / n).sum() / total
+        z = (logits.logsumexp(-1).square() * learned.flatten()).sum() / total
+        return balance, z, load.sum(0).float()
 
     def _apply(self, *args, **options):
         """Keeps the expert biases in float32."""

@@ -460,7 +460,7 @@ class MultiTokenPrediction(nn.Module):
         """Summed cross entropy of the tokens after the next, 0-d, divided by the number of targets
         (arXiv:2412.19437, equation 24)."""
         later = F.pad(targets[:, 1:], (0, 1), value=-1)
-        context.routing = None
+        context.routing = context.learned = None
         mean, _ = model.loss(self(x, x0, context), later)
         return mean * (later >= 0).sum() / (targets >= 0).sum().clamp(min=1)
 

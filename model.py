@@ -68,6 +68,7 @@ class GPTConfig:
     partial_rotary_factor: float = 1.0  # share of a head that rotates (GPT-J) [if pos == 'rope']
     alibi_scale: float = 1.0         # factor on ALiBi's slopes (Falcon) [if pos == 'alibi']
     document_token: int | None = None  # starts a document; tokens see only their document [changeable]
+                                     # [if document_token < vocab_size]
     # mixers: layers that mix tokens
     mixer_pattern: 'MIXERS | None' = None  # A attention, M latent attention, D Gated DeltaNet, C short
                                      # convolution, B Mamba-2, K Kimi Delta Attention (Qwen3-Next: 'DDDA');
@@ -573,7 +574,9 @@ class GPT(nn.Module):
         if self.compute_dtype() is torch.float16 and not torch.is_autocast_enabled(idx.device.type):
             with torch.autocast(idx.device.type, torch.float16):  # rounds the float32 stream for products
                 return self.forward(idx, targets, cache, keep, lengths, weights)
-        context = make_context(self, idx, cache, lengths, weights, routing=None if targets is None else [])
+        context = make_context(self, idx, cache, lengths, weights)
+        if targets is not None:
+            context.routing, context.learned = [], targets >= 0
         x0 = self.embed(context)
         x = self.blocks(x0, context)                                                              # (B, T, C)
         if cache is not None:
@@ -681,6 +684,7 @@ class ForwardContext:
     eager: bool                   # whether to use eager_attention, unless flex
     flex: bool                    # whether to use flex_attention where a mask or a score needs it
     dtype: torch.dtype            # of matmuls
+    learned: torch.Tensor | None  # (B, T) bool, whether a token has a target; None without targets
     weights: list | None          # collects attention weights, (B, H, T, S)
     routing: list | None          # collects (layer, balance, z, load) of experts
     handed: dict                  # layer -> value that it passed to hand_on
@@ -701,7 +705,7 @@ class ForwardContext:
         return torch.arange(self.positions.shape[1], device=self.lengths.device) < self.lengths[:, None]
 
 
-def make_context(model, idx, cache=None, lengths=None, weights=None, routing=None):
+def make_context(model, idx, cache=None, lengths=None, weights=None):
     """The ForwardContext of the new tokens idx (B, T)."""
     T = idx.shape[1]
     config = model.config
@@ -714,7 +718,8 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
     flex = weights is None and cache is None and use_flex(model, idx)
     context = ForwardContext(idx=idx, positions=positions, position_ids=positions, document_starts=None,
                              ropes={}, masks={}, cache=cache, lengths=lengths, base=0, eager=eager,
-                             flex=flex, dtype=model.compute_dtype(), weights=weights, routing=routing)
+                             flex=flex, dtype=model.compute_dtype(), weights=weights,
+                             routing=None, learned=None)
     if config.document_token is not None:
         context.document_starts = find_starts(context, config.document_token)
         context.position_ids = positions - context.document_starts
@@ -1271,12 +1276,22 @@ ROPE_SCALINGS = {
 
 
 def complete_scaling(scaling, length):
-    """Adds the training length to a rope_scaling that needs it."""
-    name = 'original_max_position_embeddings'
-    function = ROPE_SCALINGS.get(scaling.get('rope_type')) if scaling else None
-    if function and name in inspect.signature(function).parameters:
-        return {name: length} | scaling
-    return scaling
+    """Adds the training length to a rope_scaling that needs it. `type` is an older name of rope_type. Raises
+    ValueError for an unknown type, and for missing or unknown items."""
+    if not scaling:
+        return scaling
+    options = dict(scaling)
+    kind = options.pop('type', None)
+    kind = options.pop('rope_type', kind)
+    try:
+        signature = inspect.signature(ROPE_SCALINGS[kind])
+        if 'original_max_position_embeddings' in signature.parameters:
+            options.setdefault('original_max_position_embeddings', length)
+        signature.bind(0, 0, 0, **options)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"rope_scaling={scaling} needs a rope_type out of {', '.join(ROPE_SCALINGS)}, with "
+                         f"its items ({error})") from None
+    return {'rope_type': kind, **options}
 
 
 def sinusoid(position_ids, width):
@@ -1421,6 +1436,8 @@ def wrong_values(config):
             yield name, f"is not supported; choose one of {', '.join(map(str, known))}{hint}"
         elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
             yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
+        elif name in ('n_layer', 'n_expert') and value > 10**4:  # building a layer takes milliseconds
+            yield name, 'must be at most 10,000'
 
 
 LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'  # in `local`
@@ -1441,9 +1458,6 @@ def impossible(config):  # noqa: C901
         yield 'document_token mixer_pattern', 'do not fit: a mixer does not keep documents apart'
     if {*config.mixer_pattern} != {*config.mixer_pattern[:config.n_layer]}:
         yield 'mixer_pattern n_layer', 'do not fit: each letter needs a layer'
-    kinds = {(layer.rope_scaling or {}).get('rope_type', 'linear') for layer in layers}
-    if kinds - ROPE_SCALINGS.keys():
-        yield 'rope_scaling', f"needs a rope_type out of {', '.join(ROPE_SCALINGS)}"
     if unknown := (config.local or {}).keys() - {*LOCAL}:
         yield 'local', f"cannot have {', '.join(unknown)}; choose from {', '.join(LOCAL)}"
     share = config.topk_group / config.n_group if config.n_group else 1

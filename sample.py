@@ -17,13 +17,16 @@ import json
 import os
 import re
 import sys
+import zipfile
 from pathlib import Path
 
 from configurator import (
     ROOT,
     check_effects,
     check_values,
+    checked,
     configure,
+    declared,
     marked,
     reading,
     runtime,
@@ -34,31 +37,31 @@ from configurator import (
 init_from = 'resume'        # resume (out_dir), a checkpoint, or a published model
 out_dir = 'out'             # a run's folder; prefers best.pt to ckpt.pt
 block_size: int | None = None  # another context length [>= 2]
-rope_scaling: dict | None = None  # {'rope_type': 'linear', 'factor': 4.0}
+rope_scaling: dict | None = None  # {'rope_type': 'linear', 'factor': 4.0} [if pos == 'rope']
 # text
 start = '\n'                # a prompt, FILE:name or LINES:name (one prompt per line)
-num_samples = 3             # samples per prompt [>= 1]
-max_new_tokens = 500        # tokens per sample [>= 1]
-batch_size = 64             # samples at once [>= 1]
+num_samples = 3             # samples per prompt [>= 1] [<= 1000000] [if not chat]
+max_new_tokens = 500        # tokens per sample [>= 1] [<= 1000000]
+batch_size = 64             # samples at once [>= 1] [<= 1000000] [if not chat or start != '\n']
 output = ''                 # a file to create, with one JSON line per sample [if not chat or start != '\n']
-stop: str | tuple | list = ()  # texts that end a sample
+stop: str | tuple | list | None = None  # texts that end a sample
 # conversation
 chat = False                # answer typed questions, or those in start
 # conversations [if chat]
 system = ''                 # the system message
 thinking: bool | None = None  # None: the chat template decides
 # sampling
-temperature = 0.8           # 0: always the most likely token
+temperature = 0.8           # 0: always the most likely token [== 0 or temperature >= 1e-20]
 # limits of sampling [if temperature]
 top_k: int | None = 200     # only the k most likely tokens; None: all
 top_p = 1.0                 # only the most likely tokens with this total probability [> 0] [<= 1]
 min_p = 0.0                 # tokens with at least this fraction of the highest probability [<= 1]
 # others
 repetition_penalty = 1.0    # lowers logits of earlier tokens [> 0]
-seed = 1337                 # seed of sampling
+seed = 1337                 # seed of sampling [< 2**64]
 # speed
 quantize = ''               # int8 weights [in ('', 'int8')]
-speculate: int | None = None  # draft tokens per step
+speculate: int | None = None  # draft tokens per step [<= 1000] [if set(mixer_pattern) <= set('AM')]
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # auto, float32, bfloat16, float16
@@ -75,27 +78,29 @@ from tokenizer import tokenizer_from_state
 
 # checkpoints ------------------------------------------------------------------------------------------------
 
-# A checkpoint's keys. best.pt lacks optimizer and scaler; `load` adds the last two keys.
-#
-#     model              name -> tensor; with lora only the adapters
-#     model_args         the fields of GPTConfig
-#     config             train.py's settings
-#     parts              names that its config files replaced or extended
-#     tokenizer          the tokenizer's state(), or None
-#     masked             whether the model was trained on conversations
-#     data               meta.json of the dataset
-#     lora               None, or rank, alpha, targets, folder, base, base_checksum
-#     kept               iterations of ckpt-<iteration>.pt
-#     family             the published family, or None
-#     optimizer, scaler  {parameter name: state}; the scaler's state_dict()
-#     iter_num, ...      NUMBERS of train.py
-#     path               the file or folder
-#     no_tokenizer       why there is no tokenizer
-
-
+KEYS = {  # a checkpoint's keys -> types. best.pt may lack optimizer and scaler
+    'model': dict,             # name -> tensor; with lora only the adapters
+    'model_args': dict,        # the fields of GPTConfig
+    'config': dict,            # train.py's settings
+    'parts': list,             # names that its config files replaced or extended
+    'tokenizer': dict | None,  # the tokenizer's state()
+    # masked                   # whether the model was trained on conversations
+    # data                     # meta.json of the dataset
+    'lora': dict | None,       # rank, alpha, targets, folder, base, base_checksum
+    'kept': list,              # iterations of ckpt-<iteration>.pt
+    # family                   # the published family, or None
+    'optimizer': dict,         # parameter name -> state
+    # scaler                   # the scaler's state_dict()
+    'iter_num': int,           # and other NUMBERS of train.py
+}                              # `load` adds path, and no_tokenizer: why there is no tokenizer
+FIELDS = declared(ROOT / 'model.py')
 # fields that `load` may change
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
-RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields in older checkpoints
+# fields in older checkpoints, and in others' checkpoints
+RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local', 'tied_lm_head': 'tie_word_embeddings'}
+# tensors that change nothing: masks, tables, and parts that GPT leaves out
+IGNORED = re.compile(r'.*(vision|visual|audio|projector|mtp|\.indexer\.).*|.*inv_freq|rope_freqs\.weight|.*\.'
+                     r'(attn\.bias|attention\.bias|masked_bias|causal_mask|activation_scale|act_fn\.(beta|eps))')
 
 
 def read_checkpoint(path):
@@ -103,24 +108,31 @@ def read_checkpoint(path):
     if not os.path.exists(path):
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
                                 "--out_dir or --init_from")
+    prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
     with reading(path):
         # Windows cannot replace mapped files
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-        state = checkpoint['model']
-        args = checkpoint['model_args']
-    is_nanogpt = any('transformer.' in name for name in state)
-    prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
-    state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w for name, w in state.items()}
-    args = {RENAMED.get(name, name): value for name, value in args.items()}
-    lacks = args.keys() - GPTConfig.__dataclass_fields__
-    if used := sorted(name for name in lacks if args.pop(name) is not None):  # None: an unused option
-        raise ValueError(f"{path} was trained with {', '.join(used)}, which this version does not support: "
-                         "load it with the version that trained it")
-    if is_nanogpt:
-        state.pop('lm_head.weight', None)  # tied to wte
+        with zipfile.ZipFile(path) as file:  # torch.load verifies no checksum; earlier versions wrote only 0
+            if any(entry.CRC for entry in file.infolist()) and (name := file.testzip()):
+                raise ValueError(f"{name} differs from its checksum")
+        for name, value in checkpoint.items():
+            if not isinstance(value, KEYS.get(name, object)):
+                raise ValueError(f"{name} is {value!r:.50}")
+        checkpoint['kept'] = [*map(int, checkpoint.get('kept', []))]  # becomes a part of paths
+        args = {RENAMED.get(name, name): value for name, value in checkpoint['model_args'].items()}
+        state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w.detach()
+                 for name, w in checkpoint['model'].items()}
+    args = {name: checked(path, name, value, FIELDS) for name, value in args.items()
+            if name in FIELDS or value is not None}  # None: an unused option of another version
+    if any('transformer.' in name for name in checkpoint['model']):  # nanoGPT
+        wte = state['wte.weight']
+        tied = torch.equal(state.setdefault('lm_head.weight', wte), wte)
+        if tied:
+            del state['lm_head.weight']
         for name in ('device', 'dtype', 'compile', 'backend'):
             checkpoint.get('config', {}).pop(name, None)
-        args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False) | args
+        args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False,
+                    bias='ln_f.bias' in state) | args | {'tie_word_embeddings': tied}
     return checkpoint | {'model': state, 'model_args': args}
 
 
@@ -133,7 +145,11 @@ def checksum(path, model):
 def is_published(name):
     """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id."""
     if os.path.exists(name):
-        return str(name).endswith('.gguf') or os.path.exists(f'{name}/config.json')
+        is_folder = os.path.exists(f'{name}/config.json')
+        if is_folder and os.path.exists(f'{name}/ckpt.pt'):
+            raise ValueError(f"{name} has a published model and ckpt.pt: give the path of ckpt.pt, or move "
+                             "it to another folder")
+        return is_folder or str(name).endswith('.gguf')
     return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
 
 
@@ -163,6 +179,8 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
             config = changed(GPTConfig(**checkpoint['model_args']), **changes)
             with torch.device('meta'):
                 model = GPT(config)
+            wanted = model.state_dict()
+            state = {name: w for name, w in state.items() if name in wanted or not IGNORED.fullmatch(name)}
             if 'wpe.weight' in state:
                 state['wpe.weight'] = state['wpe.weight'][:config.block_size]
             try:
@@ -287,7 +305,7 @@ def prefill(model, contexts, cache, rows):
     """Feeds lists of ids to cache rows, which may already hold the first ids."""
     part = cache
     if len(rows) < len(cache.length):
-        part = model.make_cache(len(rows), cache.max_len, cache.static, cache.rolling)
+        part = cache.like(len(rows))
     device = cache.length.device
     width = max(1, PREFILL // len(rows))
     new = [torch.tensor(context[n:], dtype=torch.long) for context, n in zip(contexts, part.length.tolist())]
@@ -617,22 +635,27 @@ def read_prompts(start):
 if __name__ == '__main__':
     use_parts(settings, globals())
     check_values(settings, config, globals())
-    check_effects(settings, config, globals())
+    check_effects(settings, vars(GPTConfig()) | config, globals())
+    stop = [stop.replace(r'\n', '\n')] if isinstance(stop, str) else stop or []
+    if not all(isinstance(one, str) and one for one in stop):
+        raise ValueError("stop must have texts of at least one character, such as ['END', 'Q:']")
     prompts = [] if chat and start == '\n' else read_prompts(start)
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, checkpoint = load(init_from, out_dir, machine.device, machine.dtype,
                                         int8=quantize == 'int8', **changes)
+    check_effects(settings, config | vars(model.config), globals())
     if tokenizer is None:
         raise ValueError(checkpoint['no_tokenizer'])
     if chat and not tokenizer.chat_template:
         raise ValueError("--chat needs a model trained on conversations, as by config/chat.py: leave it out "
                          "to continue a text")
+    if start == '\n' and start not in getattr(tokenizer, 'chars', start):
+        prompts = tokenizer.chars[:1]
     model.eval()
     print(f"{checkpoint['path']}: {num_params(model):,} parameters")
     if compile:
         print("compiling: this takes a minute or two")
-    stop = [stop.replace(r'\n', '\n')] if stop and isinstance(stop, str) else stop
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
                    repetition_penalty=repetition_penalty, compile=compile,
                    drafter=Lookup(speculate) if speculate else None)

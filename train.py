@@ -37,17 +37,18 @@ from pathlib import Path
 from configurator import (
     check_effects,
     check_values,
+    checked,
     compile_model,
     configure,
     cpu_has_bfloat16,
     duration,
-    is_example,
     keep_freed_memory,
     marked,
     naming,
     peak_flops,
     peak_mb,
     print0,
+    reading,
     resolve_compile,
     runtime,
     show,
@@ -63,15 +64,16 @@ eval_interval = 2000                 # iterations per evaluation and checkpoint 
 eval_iters = 200                     # evaluation batches of val.bin; a quarter as many of train.bin [>= 1]
 eval_only = False                    # evaluate and stop
 log_interval = 1                     # iterations per log line [>= 1]
-always_save_checkpoint = True        # False: also keep best.pt
+always_save_checkpoint = True        # True: best.pt is an earlier ckpt.pt that is better than the last;
+                                     # False: best.pt has the best weights, without optimizers
 keep = 0                             # number of ckpt-<iteration>.pt to keep
 sample_tokens = 0                    # tokens of a sample per evaluation; 0: no sample
 wandb_log = False                    # also log to Weights & Biases
 wandb_project = 'owt'
 wandb_run_name = 'gpt2'
 # batch
-gradient_accumulation_steps = 40     # micro-batches per iteration, over all ranks [>= 1]
-batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1]
+gradient_accumulation_steps = 40     # micro-batches per iteration, over all ranks [>= 1] [<= 1000000]
+batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1] [<= 1000000]
 # length of the run: of the next three settings, the last one given counts
 max_iters = 600000                   # updates
 epochs: float | None = None          # passes over train.bin
@@ -113,7 +115,7 @@ compile: bool | str = 'auto'         # torch.compile; auto: for long runs [in (T
 shard = False                        # spread weights over the ranks (FSDP) [if TORCHRUN]
 checkpoint_activations: bool | int = False  # recompute every n-th block
 deterministic = False                # bit-exact also on CUDA, but slower
-seed = 1337                          # seed of weights, batches, dropout
+seed = 1337                          # seed of weights, batches, dropout [< 2**64]
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tune_file='config/finetune.py')
 config = settings.config
 given = settings.given
@@ -133,6 +135,7 @@ from model import (
     GROUPS,
     GPTConfig,
     flops_per_token,
+    make_block,
     num_params,
     row_splits,
     try_tokens,
@@ -435,6 +438,15 @@ def load_optimizers(model, optimizers, states):
 
 # memory -----------------------------------------------------------------------------------------------------
 
+def check_memory(config):
+    """Raises ValueError if the weights of the blocks exceed ten times this machine's memory."""
+    with torch.device('meta'):
+        block = make_block(config, config.n_layer - 1)
+    if os.name == 'posix' and config.n_layer * sum(w.nbytes for w in block.parameters()) > 10 * os.sysconf(
+            'SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'):
+        raise ValueError("the model needs more than ten times this machine's memory: lower n_layer or n_embd")
+
+
 def checkpoint_blocks(model, every):
     """Backward recomputes every n-th block (arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
@@ -474,6 +486,7 @@ LOSSES = {  # minimised, not reported: key of aux -> setting of its weight
 NUMBERS = {  # attributes of Run that checkpoints store, with immutable initial values
     'iter_num': 0,                   # updates so far
     'best_val_loss': math.inf,
+    'best_iter': None,               # its iteration
     'tokens': 0,                     # tokens read by all ranks
     'skipped': 0,                    # updates skipped because they were not finite
     'wall_s': 0.0,                   # seconds, including earlier parts
@@ -500,6 +513,7 @@ class Run:
                                   * model.config.block_size)  # on all ranks
         vars(self).update(NUMBERS)
         self.skips = self.in_a_row = 0  # skipped updates: unreported, in a row
+        self.saved = None  # iteration of ckpt.pt
         self.patient = None  # the group of wait_for_rank_0
 
     def wait_for_rank_0(self):
@@ -525,13 +539,16 @@ class Run:
 
     def resume(self, source):
         """Restores everything except the weights."""
-        load_optimizers(self.model, self.optimizers, source['optimizer'])
+        load_optimizers(self.model, self.optimizers, source.get('optimizer', {}))
         if source.get('scaler'):  # only from float16
             self.scaler.load_state_dict(source['scaler'])
         vars(self).update((name, source[name]) for name in NUMBERS if name in source)
         self.best_val_loss = float(self.best_val_loss)  # nanoGPT stores a tensor
         if 'tokens' not in source:  # nanoGPT lacks it
             self.tokens = self.iter_num * self.tokens_per_update
+        self.saved = self.iter_num
+        if self.iter_num and sum(len(opt.state) for opt in self.optimizers) < len(self.params):
+            print0('warning: the checkpoint lacks states of optimizers, so the run will not continue exactly')
         print0(f"resume: {source['path']} at iteration {self.iter_num:,}, best val loss "
                f"{self.best_val_loss:.4f}")
 
@@ -630,8 +647,8 @@ def count_skips(run):
 def diverge(run, event):
     """Notes the divergence in run.json. Raises ValueError."""
     out_dir = run.config['out_dir']
-    error = (f"{event} at iteration {run.iter_num}: the run diverged; {out_dir}/ckpt.pt still holds the last "
-             "good checkpoint; lower --learning_rate, or use --dtype=float32")
+    error = (f"{event} at iteration {run.iter_num}: the run diverged; {out_dir}/ckpt.pt, if it exists, is "
+             "the last good checkpoint; lower --learning_rate, or use --dtype=float32")
     note(out_dir, status='diverged', error=error)
     raise ValueError(error)
 
@@ -675,9 +692,11 @@ def run_settings(config, given, source):
     if lengths:
         ours |= LENGTH
         config = config | dict.fromkeys(LENGTH - {'max_iters', lengths[-1]})
-    restored = {name: was[name] for name in config if name in was.keys() - ours and was[name] != config[name]}
+    restored = {name: checked(source['path'], name, was[name], settings.known) for name in config
+                if name in was.keys() - ours and was[name] != config[name]}
     if restored:
         show(source['path'], restored)
+        check_values(settings._replace(given=restored), restored, globals())
     config = config | restored
 
     def fixed(config):
@@ -691,32 +710,46 @@ def run_settings(config, given, source):
 
 # checkpoints and log ----------------------------------------------------------------------------------------
 
+@contextlib.contextmanager
+def replacing(path):
+    """Opens a file that replaces `path` once it is complete and on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have renamed the folder
+    temp = path.with_name(f'.{path.name}.tmp')
+    try:
+        with open(temp, 'wb') as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        temp.replace(path)
+    finally:
+        temp.unlink(missing_ok=True)  # if the disk is full
+
+
 def save(run, name, constant):
-    """Writes a checkpoint, then replaces the old file. best.pt has no optimizers."""
+    """Writes a checkpoint, then replaces the old file. best.pt has no optimizers, unless it is a ckpt.pt
+    that later weights would replace."""
     state = run.snapshot(name != 'best.pt')
     path = Path(run.config['out_dir'], name)
-    temp = path.with_suffix('.tmp')
+    if name == 'ckpt.pt':
+        if RANK == 0 and run.saved == run.best_iter != run.iter_num:
+            with contextlib.suppress(OSError):  # best.pt exists, or this disk has no links
+                os.link(path, path.with_name('best.pt'))
+        run.saved = run.iter_num
     if RANK == 0:
-        # slow; fsync and renaming protect files
-        torch.serialization.set_crc32_options(False)
         try:
-            with open(temp, 'wb') as f:
+            with replacing(path) as f:
                 torch.save(constant | state, f)
-                os.fsync(f.fileno())
-            temp.replace(path)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # torch.save hides it
                 raise error.__context__ from None
             raise
-        finally:
-            temp.unlink(missing_ok=True)  # if the disk is full
     run.wait_for_rank_0()
 
 
 def lock_folder(out_dir):
     """Locks out_dir until the returned file is closed. Raises ValueError if it is locked."""
     os.makedirs(out_dir, exist_ok=True)
-    f = open(f'{out_dir}/lock', 'w')  # noqa: SIM115
+    f = open(f'{out_dir}/lock', 'a')  # noqa: SIM115 (a user's file keeps its content)
     try:
         import fcntl
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -743,13 +776,11 @@ def set_aside(out_dir, *patterns):
 
 def note(out_dir, **facts):
     """Adds facts to run.json."""
-    path = Path(out_dir, 'run.json')
-    temp = path.with_suffix('.tmp')
     if RANK == 0:
-        if path.exists():
-            facts = json.loads(path.read_text('utf-8')) | facts
-        temp.write_text(json.dumps(facts), 'utf-8')
-        temp.replace(path)
+        path = Path(out_dir, 'run.json')
+        facts = (json.loads(path.read_bytes()) if path.exists() else {}) | facts
+        with replacing(path) as f:
+            f.write(json.dumps(facts).encode())
 
 
 LOG_FIELDS = {
@@ -759,26 +790,32 @@ LOG_FIELDS = {
 }
 
 
-def start_log(path, after):
-    """Writes a log's header. Keeps complete rows up to iteration `after`."""
-    rows = []
-    if os.path.exists(path):
-        rows = [row for row in csv.DictReader(Path(path).read_text('utf-8').splitlines())
-                if None not in row.values() and int(row['iter']) <= after]
-    temp = f'{path}.tmp'
-    with open(temp, 'w', encoding='utf-8', newline='') as f:
-        writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='ignore')
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temp, path)
+def start_files(out_dir, after, old, **facts):
+    """Starts log.csv, with the complete rows up to iteration `after`, and run.json. Once both are written,
+    renames the files of an earlier run that match the patterns in old."""
+    log = Path(out_dir, 'log.csv')
+    lines = [LOG_FIELDS]
+    with reading(log):
+        for row in csv.DictReader(log.read_text('utf-8').splitlines() if log.exists() else ()):
+            if None not in row.values() and int(row['iter']) <= after:
+                lines.append([row.get(name, '') for name in LOG_FIELDS])
+    with replacing(log) as f, replacing(Path(out_dir, 'run.json')) as g:
+        f.write(''.join(','.join(line) + '\r\n' for line in lines).encode())
+        g.write(json.dumps(facts).encode())
+        f.flush()
+        g.flush()
+        set_aside(out_dir, *old)
 
 
 def log_row(path, wandb_run, row):
-    """Adds a row to the log and to wandb's run, if any."""
+    """Adds a row to the log and to wandb's run, if any. A full disk loses the row, not the run."""
     texts = {name: format(value, LOG_FIELDS[name]) for name, value in row.items() if value is not None}
     if RANK == 0:
-        with open(path, 'a', encoding='utf-8', newline='') as f:
-            csv.DictWriter(f, LOG_FIELDS).writerow(texts)
+        try:
+            with open(path, 'a', encoding='utf-8', newline='') as f:
+                csv.DictWriter(f, LOG_FIELDS).writerow(texts)
+        except OSError as error:
+            print0(f"warning: {path} lacks a row, which could not be written: {error}")
     if wandb_run:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # nanoGPT's names
         wandb_run.log({names.get(name, name): float(text) for name, text in texts.items()}, step=row['iter'])
@@ -878,7 +915,8 @@ if __name__ == '__main__':
         init_from = config['init_from'] = 'resume' if Path(out_dir, 'ckpt.pt').exists() else 'scratch'
     resumed = init_from == 'resume'
     if resumed:  # ignore the default file
-        given = {name: label for name, label in given.items() if label != 'config/default.py'}
+        given = {name: label for name, label in given.items()
+                 if label != 'config/default.py' or label in sys.argv}
         model_args = {name: model_args[name] for name in model_args if name in given}
     model = source_tokenizer = None
     source = {}  # a checkpoint without its weights
@@ -889,10 +927,10 @@ if __name__ == '__main__':
             usual = model_args.pop('block_size', None)
             longest = meta['block_size'] or usual
         model, source_tokenizer, source = load_to_train(init_from, out_dir, model_args, meta, longest=longest)
-    if resumed and source.get('parts', []) != parts:
-        changes = ', '.join(source.get('parts', [])) or 'nothing'
-        raise ValueError(f"{source['path']} was trained with a config file that changes {changes}: name this "
-                         "file in the command, or fine-tune the checkpoint")
+    if resumed and (was := source.get('parts', [])) != parts:
+        raise ValueError(f"{source['path']} was trained with config files that change {was or 'nothing'}; "
+                         f"those of this command change {parts or 'nothing'}: name the same files, or "
+                         "fine-tune the checkpoint")
     config = run_settings(config, given, source if resumed else {})
     globals().update(config)
 
@@ -937,7 +975,9 @@ if __name__ == '__main__':
     # model
     if model is None:
         with naming(model_args):
-            model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
+            model_config = GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args})
+            check_memory(model_config)
+            model = GPT(model_config)
             try_tokens(model)
     check_effects(settings, config | vars(model.config), globals())
     block_size = model.config.block_size
@@ -991,6 +1031,12 @@ if __name__ == '__main__':
     print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
            f"{total / epoch:.2f} epochs, {total / n_params:.1f} tokens per parameter; checkpoints in "
            f"{out_dir}/")
+    if total > 4.5 * epoch and not eval_only:
+        print0('warning: after about four passes over a text, a model gains little and may learn it by heart '
+               '(arXiv:2305.16264): see whether val loss still falls, or set --epochs=4')
+    if resumed and lr_at(first_it, config) > 1.1 * lr_at(first_it, config | source.get('config', {})):
+        print0('warning: the learning rate rises, because this command changes its schedule: to keep a decay '
+               'that has ended, set --lr_decay_iters to the earlier max_iters')
     if 0 < max_iters <= warmup_iters:
         print0(f"warning: warmup_iters={warmup_iters} does not end before the run: the learning rate reaches "
                f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower it")
@@ -1018,20 +1064,23 @@ if __name__ == '__main__':
     signals = [] if eval_only else stop_on_signals()
     if RANK == 0 and not eval_only:
         lock = lock_folder(out_dir)
-        if not resumed:
-            set_aside(out_dir, '*.pt', 'log.csv', 'run.json')
-        elif always_save_checkpoint:  # best.pt would become outdated
-            set_aside(out_dir, 'best.pt')
-        start_log(log_file, first_it)
-        note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
         if wandb_log:
             import wandb
             wandb_run = wandb.init(project=wandb_project, name=wandb_run_name, id=run.wandb_id,
                                    resume='allow', config=config | vars(model.config))
             run.wandb_id = wandb_run.id
+        best = Path(out_dir, 'best.pt')
+        old = ['*.pt', 'log.csv', 'run.json']
+        if resumed:  # ckpt.pt may have become better than best.pt
+            old = ['best.pt'] * (always_save_checkpoint and run.best_iter in (None, first_it))
+        start_files(out_dir, first_it, old, status='running', error=None, config=config, params=n_params,
+                    data=folder)
     run.wait_for_rank_0()
 
     # the loop
+    files = []
+    if parts:  # the files may set another init_from
+        files = [*(arg for arg in sys.argv[1:] if arg.endswith('.py')), '--init_from=resume']
     began = START - run.wall_s
     row = None
     reason = 0
@@ -1063,7 +1112,8 @@ if __name__ == '__main__':
         if reason:  # a cluster may not wait
             save(run, 'ckpt.pt', constant)
             print0(f"saved at iteration {run.iter_num:,} of {max_iters:,}, now evaluating; to continue: "
-                   f"python train.py --out_dir={shlex.quote(out_dir)} --init_from=resume")
+                   f"python train.py {shlex.join(sys.argv[1:] if parts else [f'--out_dir={out_dir}'])} "
+                   "--init_from=resume")
         columns = evaluate_splits(run, train_bins, val_bins, tokenizer)
         if eval_only:
             break
@@ -1073,6 +1123,7 @@ if __name__ == '__main__':
         improved = val_loss < run.best_val_loss
         if improved:
             run.best_val_loss = val_loss
+            run.best_iter = run.iter_num
         run.wall_s = time.time() - began
         if row:  # before the checkpoint, or rows are lost
             log_row(log_file, wandb_run, row | columns | {'wall_s': run.wall_s})
@@ -1085,6 +1136,8 @@ if __name__ == '__main__':
             for old in kept[:-keep] if RANK == 0 else ():
                 Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
         save(run, 'ckpt.pt', constant)
+        if improved and always_save_checkpoint and RANK == 0:
+            best.unlink(missing_ok=True)
         if sample_tokens and tokenizer and (RANK == 0 or shard):
             print_sample(run, tokenizer, val_bins.batch([0], 1)[0].tolist())
         run.wait_for_rank_0()
@@ -1096,11 +1149,12 @@ if __name__ == '__main__':
         memory = peak_mb(device)
         status = 'stopped' if reason > TIME_IS_OVER else 'time_limit' if reason else 'done'
         note(out_dir, status=status, peak_mb=memory)
+        if val_loss > run.best_val_loss:
+            print0('warning: the last val loss is above the best; sample.py uses the best weights, best.pt')
         if not reason:
             print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
                    f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-                   'python sample.py '
-                   f"{shlex.join([*filter(is_example, sys.argv[1:]), f'--out_dir={out_dir}'])}")
+                   f"python sample.py {shlex.join([*files, f'--out_dir={out_dir}'])}")
     if lock:
         lock.close()
     if dist.is_initialized():

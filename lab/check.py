@@ -155,7 +155,7 @@ def check_formulas(config):
             elif isinstance(module, (flat.Mixer, flat.Block)):
                 others.add(type(module).__name__)
             if formula is moe and 'mtp' not in name:
-                routing.append(router_losses(config, module, args[0]))
+                routing.append(router_losses(config, module, args[0], targets))
         except KeyError as error:  # missing from formulas.py
             others.add(*error.args)
     logits, later = decoder(config, model, idx) if is_known else (aux['logits'], None)

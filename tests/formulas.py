@@ -213,15 +213,22 @@ def moe(config, module, x, context):
     return y
 
 
-def router_losses(config, module, x):
-    """Balance loss (arXiv:2101.03961, equations 4 to 6), z (arXiv:2202.08906), tokens per expert."""
-    weight, scores = routed(config, module, x)
-    chosen, share = (weight > 0).float(), scores / scores.sum(-1, keepdim=True)
-    dims = 1 if config.balance_per_sequence else (0, 1)
-    even = config.n_expert_active / config.n_expert
-    balance = (chosen.mean(dims) / even * share.mean(dims)).sum(-1).mean()
-    z = router_logits(config, module, x).logsumexp(-1).square().mean()
-    return balance, z, chosen.sum((0, 1))
+def router_losses(config, module, x, targets):
+    """Balance loss (arXiv:2101.03961, equations 4 to 6), z (arXiv:2202.08906), tokens per expert. Counts only
+    tokens with a target."""
+    learned = targets >= 0
+    groups = [(x[i:i + 1, row], row.sum()) for i, row in enumerate(learned)]
+    if not config.balance_per_sequence:
+        groups = [(x[learned][None], learned.sum())]
+    balance, total = 0, 0
+    for tokens, n in groups:
+        weight, scores = routed(config, module, tokens)
+        chosen, share = (weight > 0).float(), scores / scores.sum(-1, keepdim=True)
+        even = config.n_expert_active / config.n_expert
+        balance += n * (chosen.mean(1) / even * share.mean(1)).sum()
+        total = total + chosen.sum((0, 1))
+    z = router_logits(config, module, x[learned]).logsumexp(-1).square().mean()
+    return balance / learned.sum(), z, total
 
 
 def block(config, module, x, context):

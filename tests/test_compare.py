@@ -72,11 +72,11 @@ def write_run(folder, losses):
     """Writes a finished run's files by functions of train.py. losses: iteration -> val loss."""
     os.makedirs(folder, exist_ok=True)
     log = os.path.join(folder, 'log.csv')
-    flat_train.start_log(log, 0)
+    flat_train.start_files(folder, 0, [], status='done', error=None, params=1234, data='data/toy',
+                           peak_mb=None)
     for it, loss in losses.items():
         flat_train.log_row(log, None, {'iter': it, 'tokens': it * 64, 'ms_per_iter': it, 'val_loss': loss,
                                        'wall_s': it / 2, 'loss': 2.0})
-    flat_train.note(folder, status='done', error=None, params=1234, data='data/toy', peak_mb=None)
 
 
 @pytest.fixture

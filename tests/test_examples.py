@@ -531,6 +531,6 @@ def test_two_examples_do_not_replace_the_same_function(first, second, name, fold
 @pytest.mark.parametrize('name', ['weight_mean', 'label_smoothing', 'soap'])
 def test_a_run_is_resumed_only_with_its_example(name, folder):
     train(name)
-    with pytest.raises(ValueError, match='was trained with a config file that changes .*: name this file'), \
+    with pytest.raises(ValueError, match='trained with config files that change .*: name the same files'), \
             fresh_modules():
         common.run('train.py', '--init_from=resume', '--max_iters=12')

@@ -41,14 +41,16 @@ def test_adapters_leave_their_base_as_it_is(folder):
 
 # nanoGPT ----------------------------------------------------------------------------------------------------
 
-def test_nanogpt_checkpoints_load_sample_and_resume(folder, capsys):
+@pytest.mark.parametrize('untied', [False, True])
+def test_nanogpt_checkpoints_load_sample_and_resume(untied, folder, capsys):
     """A checkpoint with the names, arguments and optimizer state that nanoGPT's train.py writes."""
     model = tiny(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False, bias=True,
-                 vocab_size=23, block_size=16)
+                 vocab_size=23, block_size=16, tie_word_embeddings=not untied)
     order = ['wte.weight', 'wpe.weight', *(
         f'h.{i}.{part}.{kind}' for i in range(2)
         for part in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj')
-        for kind in ('weight', 'bias')), 'ln_f.weight', 'ln_f.bias']  # the order of nanoGPT's optimizer
+        for kind in ('weight', 'bias')), 'ln_f.weight', 'ln_f.bias',  # the order of nanoGPT's optimizer
+        *['lm_head.weight'] * untied]
     weights = model.state_dict()
     state = {f'_orig_mod.transformer.{name}': weights[name] for name in order}
     params = [torch.nn.Parameter(w.clone()) for w in state.values()]
@@ -58,10 +60,12 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, capsys):
                              {'params': [w for w in params if w.ndim < 2]}])
     opt.step()
     os.mkdir('out')
-    torch.save({'model': {**state, '_orig_mod.lm_head.weight': weights['wte.weight']},
+    head = weights['lm_head.weight' if untied else 'wte.weight']
+    torch.save({'model': {**state, '_orig_mod.lm_head.weight': head,
+                          '_orig_mod.transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16)},
                 'optimizer': opt.state_dict(), 'iter_num': 5, 'best_val_loss': torch.tensor(2.5),
-                'model_args': dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=True, vocab_size=23,
-                                   dropout=0.0),
+                'model_args': dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=23, dropout=0.0,
+                                   **{'tied_lm_head': False} if untied else {'bias': True}),
                 'config': {'dataset': 'toy', 'learning_rate': 1e-3, 'batch_size': 8, 'max_iters': 5,
                            'gradient_accumulation_steps': 2, 'dtype': 'float16', 'compile': True}},
                'out/ckpt.pt')

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import EVAL, ROOT, TOY, dequantized, made, run
+from common import EVAL, ROOT, TOY, dequantized, made, run, train
 from test_sample import byte_chat_tokenizer, chat_model, from_nothing, new_chat
 
 import sample as flat_sample
@@ -184,6 +184,10 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
     (['--dataset=nowhere', '--lr_schedule=wds'], "lr_schedule='wds' is not supported"),
     (["--lr_scales={'embedding': 0}"], 'must have a number above 0'),
     (['--mixer_pattern=AAAD', '--n_layer=2'], 'each letter needs a layer'),
+    (['--n_layer=1000000'], 'n_layer=1000000 must be at most 10,000'),
+    (['--n_layer=10000', '--n_embd=4096'], "ten times this machine's memory"),
+    (['--batch_size=100000000'], 'must be <= 1000000'), (['--wandb_log=True'], 'wandb'),
+    (['--document_token=23'], 'needs document_token < vocab_size'),
     (['--dropout=2'], 'dropout=2.0 is not supported: it must be < 1'),
     (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'too few experts'),
     (['--n_expert=4', '--expert_pattern='], "expert_pattern='' is not supported; choose one of E, D, N"),
@@ -192,16 +196,31 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
         ('--partial_rotary_factor=2', 'partial_rotary_factor=2.0; '),
         ('--mixer_pattern=D --linear_n_value_head=3', 'linear_n_value_head=3; RuntimeError'),
         ("--query_scale={'beta':1}", "KeyError\\('length'"))),
-    *(([f"--rope_scaling={{'rope_type': 'linear'{more}}}"], f'settings fails: .*{error}') for more, error in (
-        ('', 'missing 1'), (", 'factor': 0", 'the loss of the first tokens is nan')))])
-def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
+    *(([f"--rope_scaling={{'rope_type': 'linear'{more}}}"], error) for more, error in (
+        ('', 'missing a required'), (", 'factor': 0", 'settings fails: .*the loss of the first tokens')))])
+def test_bad_input_is_one_error_and_writes_nothing(folder, args, message, monkeypatch):
     """An existing run stays as it is."""
     os.mkdir('out')
     Path('out/ckpt.pt').write_bytes(b'a run')
-    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    with pytest.raises((ValueError, FileNotFoundError, ImportError), match=message) as error:
         run('train.py', *TOY, '--out_dir=out', *args)
     assert '\n' not in str(error.value)
-    assert os.listdir('out') == ['ckpt.pt'] and Path('out/ckpt.pt').read_bytes() == b'a run'
+    assert {*os.listdir('out')} <= {'ckpt.pt', 'lock'} and Path('out/ckpt.pt').read_bytes() == b'a run'
+
+
+@pytest.mark.parametrize('args, message', [
+    (['--chat', '--num_samples=5'], '--num_samples has no effect: it needs not chat'),
+    (["--stop=['']"], 'stop must have texts'), (['--stop=[1,2]'], 'stop must have texts'),
+    (['--temperature=1e-40'], 'temperature=1e-40 is not supported'),
+    (["--rope_scaling={'type': 'linear', 'factor': 2}"], "scaling has no effect: it needs pos == 'rope'"),
+    (['--speculate=2'], "it needs set\\(mixer_pattern\\) <= set\\('AM'\\)")])
+def test_what_sample_cannot_do_is_an_error(folder, args, message, capsys):
+    train('--out_dir=out', '--max_iters=0', '--pos=learned', '--mixer_pattern=DA', '--linear_n_value_head=2')
+    run('sample.py', '--max_new_tokens=3', '--stop=None', *EVAL)  # its characters have no newline
+    assert '\na' in capsys.readouterr().out
+    with pytest.raises(ValueError, match=message):
+        run('sample.py', '--start=a', *args, *EVAL)
 
 
 def test_errors_of_a_script_are_one_line_and_a_status(folder):

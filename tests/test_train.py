@@ -30,6 +30,7 @@ from common import (
 )
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+import experts
 import model as flat
 import train as flat_train
 from model import GPT, GPTConfig, num_params
@@ -464,6 +465,22 @@ def test_without_targets_there_is_no_loss_and_no_best(folder, capsys):
     assert saved('out')['best_val_loss'] == math.inf and not os.path.exists('out/best.pt')
 
 
+def test_statistics_of_experts_leave_out_tokens_without_a_target(monkeypatch):
+    """The oracle is transformers' loss with an attention mask; packed conversations have such tokens."""
+    mixtral = pytest.importorskip('transformers.models.mixtral.modeling_mixtral')
+    route, found = experts.MoE.route, []
+    monkeypatch.setattr(experts.MoE, 'route', lambda *args: found.append(route(*args)) or found[-1])
+    idx = torch.randint(61, (2, 4, 16))
+    idx[1, 1, 5:], idx[1, 3] = -1, -100
+    learned = idx[1] >= 0
+    _, aux = tiny(n_expert=4)(*idx)
+    balance = mixtral.load_balancing_loss_func
+    expected = [balance((logits,), 4, 2, learned.long()) / 2 for *_, logits, _ in found]
+    torch.testing.assert_close(aux['balance'], torch.stack(expected).mean())
+    for counts, (_, chosen, *_) in zip(aux['load'], found, strict=True):
+        assert counts.tolist() == chosen[learned.flatten()].flatten().bincount(minlength=4).tolist()
+
+
 def test_gradients_do_not_depend_on_how_targets_are_split(monkeypatch):
     """Four sequences at once, and one after the other; the loss of mtp has fewer targets."""
     idx = torch.randint(61, (4, 16))
@@ -545,7 +562,67 @@ def test_best_weights_are_kept_and_used(folder):
     tuned = train('--out_dir=fine', '--init_from=out', '--max_iters=0')['model']
     assert same_weights(tuned.state_dict(), best['model'])
     train('--out_dir=out', '--max_iters=12', '--init_from=resume', '--always_save_checkpoint=True')
-    assert os.path.exists('out/best.old-1.pt') and load('out')[2]['iter_num'] == 12
+    assert load('out')[2]['iter_num'] == 10
+
+
+def test_a_checkpoint_that_becomes_worse_is_kept_as_best(folder, capsys):
+    train('--out_dir=out', '--max_iters=10')
+    resume = ['--out_dir=out', '--init_from=resume', '--eval_interval=1']
+    train(*resume, '--max_iters=12', '--learning_rate=1')
+    printed = capsys.readouterr().out
+    assert 'learning rate rises' in printed and 'last val loss is above the best' in printed
+    assert load('out')[2]['iter_num'] == 10 and saved('out')['best_iter'] == 10
+    run('train.py', *resume, '--max_iters=13')
+    assert saved('out', 'best.pt')['iter_num'] == 10
+    train(*resume, '--max_iters=150', '--learning_rate=2e-2', '--eval_interval=137')
+    assert 'about four passes' in capsys.readouterr().out  # 150 * 192 of 2,992 tokens
+    assert saved('out')['best_iter'] > 13 and (
+        saved('out')['best_iter'] == 150) != os.path.exists('out/best.pt')
+
+
+@pytest.mark.parametrize('key, value, message', [
+    ('kept', ['x/../../victim'], 'cannot read out/ckpt.pt.*invalid literal'), ('config', 3, 'config is 3'),
+    ('keep', 'x', 'out/ckpt.pt: keep must be an integer'), ('log_interval', 0, 'log_interval=0 is not'),
+    ('n_layer', 10**7, 'n_layer=10000000 must be at most'), ('n_head', 'x', 'n_head must be an integer'),
+    ('tokens', np.float64(3), r'it contains numpy\S*scalar, but only tensors'),
+    ('optimizer', {}, ''), ('optimizer', None, '')])
+def test_nothing_in_a_checkpoint_is_believed_unseen(key, value, message, folder, capsys):
+    train('--out_dir=out', '--max_iters=2', '--keep=1')
+    os.mkdir('out/ckpt-x')
+    Path('victim.pt').touch()
+    state = saved('out')
+    next(place for place in (state, state['config'], state['model_args']) if key in place)[key] = value
+    if value is None:  # as best.pt
+        del state[key]
+    torch.save(state, 'out/ckpt.pt')
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=3')
+    assert message or 'lacks states of optimizers' in capsys.readouterr().out
+    assert os.path.exists('victim.pt')
+
+
+def test_a_changed_byte_and_two_models_in_a_folder_are_errors(folder):
+    train('--out_dir=out', '--max_iters=1')
+    Path('out/config.json').touch()
+    with pytest.raises(ValueError, match='out has a published model and ckpt.pt'):
+        load('out')
+    data = bytearray(Path('out/ckpt.pt').read_bytes())
+    at = data.index(saved('out')['model']['wte.weight'].numpy().tobytes())
+    data[at:at + 8] = bytes(8)
+    Path('out/ckpt.pt').write_bytes(data)
+    with pytest.raises(ValueError, match='cannot read out/ckpt.pt.*differs from its checksum'):
+        load('out/ckpt.pt')
+
+
+def test_files_of_the_user_are_never_touched(folder, capsys):
+    os.mkdir('out')
+    mine = [Path('out', name) for name in ('lock', 'ckpt.tmp', 'run.tmp', 'log.csv.tmp')]
+    for path in mine:
+        path.write_text('mine', 'utf-8')
+    train('--out_dir=out', '--max_iters=2')
+    assert all(path.read_text('utf-8') == 'mine' for path in mine)
+    flat_train.log_row('nowhere/log.csv', None, {'iter': 3})
+    assert 'warning: nowhere/log.csv lacks a row' in capsys.readouterr().out
 
 
 def test_another_tokenizer_or_data_is_reported(folder, capsys):
@@ -603,6 +680,9 @@ def test_a_full_disk_keeps_the_old_checkpoint(folder, width):
     try:
         with pytest.raises(OSError, match='File too large'):
             train('--out_dir=out', '--max_iters=20', '--init_from=resume', f'--n_embd={width}')
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # enough for log.csv
+        with pytest.raises(OSError, match='File too large'):  # a new run renames nothing
+            train('--out_dir=out', f'--n_embd={width}')
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert Path('out/ckpt.pt').read_bytes() == before

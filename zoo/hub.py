@@ -11,7 +11,6 @@ train.py, sample.py and bench.py accept --init_from=<id, folder or .gguf>, and p
 are never read from pickles.
 """
 import dataclasses
-import fnmatch
 import functools
 import json
 import math
@@ -134,18 +133,14 @@ def bare(name):
     return name.replace('.block_sparse_moe.', '.mlp.')
 
 
-IGNORED = ['*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.indexer.*', '*.attn.bias',
-           '*.activation_scale', '*.attention.bias', '*.masked_bias', '*.causal_mask', '*.act_fn.beta',
-           '*.act_fn.eps', '*inv_freq', 'rope_freqs.weight']
-
-
 def check(parts, stored, model, family, folder):
     """Raises ValueError, naming all missing, unexpected or differently shaped tensors."""
-    # a tied head, and layers for multi-token prediction
-    ignored = [*IGNORED, f"{family.names['lm_head']}.weight", f'layers.{model.config.n_layer}.*']
+    from sample import IGNORED
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
+    # a tied head, and layers for multi-token prediction
+    others = f"{family.names['lm_head']}.weight", f'layers.{model.config.n_layer}.'
     found = {name: one.shape for name, one in stored.items()
-             if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
+             if name in wanted or not (IGNORED.fullmatch(name) or name.startswith(others))}
     if wanted != found:
         if packed := {stored[name].kind for name in found} & {'F8_E4M3', 'I32', 'I8', 'U8'}:
             raise ValueError(f"{folder} has quantized weights ({', '.join(packed)}), which are not "
