@@ -67,9 +67,6 @@ LISTS = {
     'experts': dict(base=QUICK, match='active', variants={
         'dense': '', '4 experts, 2 active': '--n_expert=4', '8 experts, 2 active': '--n_expert=8',
         '4 experts, 2 and a shared': '--n_expert=4 --n_shared_expert=1'}),
-    'mixers': dict(base=QUICK, match='params', variants={
-        'attention': '', 'DeltaNet each 2nd': '--mixer_pattern=DA', 'DeltaNet 3 of 4': '--mixer_pattern=DDDA',
-        'DeltaNet alone': '--mixer_pattern=D --n_kv_head=None --qk_norm=None'}),
     'hybrids': dict(base=f'{QUICK} --dataset=pystdlib_bpe4096', match='params', variants={
         'attention': '', 'Gated DeltaNet, 3 of 4': '--mixer_pattern=DDDA',
         'Kimi Delta Attention, 3 of 4': '--mixer_pattern=KKKA', 'Mamba-2, 3 of 4': '--mixer_pattern=BBBA',
@@ -83,10 +80,6 @@ LISTS = {
         'adamw 8e-3': '--optimizer=adamw --learning_rate=8e-3',
         'adamw 1e-3': '--optimizer=adamw --learning_rate=1e-3', 'muon, 200 steps': '--max_iters=200',
         'muon, 150 steps': '--max_iters=150'}),
-    'schedule': dict(base=QUICK, variants={
-        'wsd, last 40%': '', 'wsd, last 80%': '--cooldown=0.8', 'wsd, last 20%': '--cooldown=0.2',
-        'cosine': '--lr_schedule=cosine', 'cosine to a tenth': '--lr_schedule=cosine --min_lr=None',
-        'linear': '--lr_schedule=linear', 'constant': '--decay_lr=False'}),
     'tricks': dict(base=RECIPE, variants=TRICKS | {
         'heads of 64': '--n_head=2', 'relu2': '--mlp=relu2 --d_ff=576', 'softcap 15': '--logit_softcap=15'}),
     'tricks_short': dict(base=f'{RECIPE} --max_iters=200', variants={
@@ -94,9 +87,6 @@ LISTS = {
     'first_run': dict(base='config/default.py --sample_tokens=0', variants={
         'default': '', 'no windows': '--window=None --window_pattern=None', 'windows of 4': '--window=4',
         'windows of 8': '--window=8', 'speedrun': 'config/speedrun.py'}),
-    'size': dict(base=f'{QUICK} --max_iters=100000 --time_limit=1 --decay_lr=False', variants={
-        '4 x 128': '', '2 x 128': '--n_layer=2', '8 x 128': '--n_layer=8', '4 x 64': '--n_embd=64',
-        '4 x 192': '--n_embd=192'}),
     'ladder': dict(base=GPT2, match='params', variants={  # each adds to the previous variant
         'GPT-2': '', 'without biases': '--bias=False', 'RoPE': '--bias=False --pos=rope',
         'RMSNorm': '--bias=False --pos=rope --norm=rmsnorm',
