@@ -22,7 +22,6 @@ import contextlib
 import ctypes
 import datetime
 import difflib
-import errno
 import functools
 import importlib
 import os
@@ -81,8 +80,8 @@ def declared(path):
     for match in SETTING.finditer(text):
         above, name, kinds, default, remark = match.groups('')
         default = ast.literal_eval(default)
-        # 'bool | list[int]' -> bool, list; Literals and tables become str
-        kinds = re.sub(r"\[.*?\]|'", '', kinds or type(default).__name__)
+        # 'bool | list[int]' -> bool, list[int]; Literals and tables become str
+        kinds = re.sub(r"(?<!list)\[.*?\]|'", '', kinds or type(default).__name__)
         kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
         if headings := re.findall('^# .*', above, re.M):
             group = re.findall(r'\[(if .+?)\]', headings[-1])
@@ -110,10 +109,13 @@ def fit(value, kinds):
     for kind in float, int, bool:
         if kind.__name__ in kinds and type(value) in (int, float) and kind(value) == value:
             return kind(value)
+        if f'list[{kind.__name__}]' in kinds and isinstance(value, list):
+            return [fit(item, [kind.__name__]) for item in value]
     raise ValueError(f"{value!r} does not fit")
 
 
-TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True or False'}
+TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True or False',
+         'list[int]': 'a list of integers'}
 
 
 def checked(origin, name, value, known):
@@ -147,7 +149,7 @@ def run_file(name, values):
     module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks the module up
     # values are builtins, so that the result does not contain them
     vars(module).update(__file__=str(path), __builtins__=vars(builtins) | values)
-    code = compile(path.read_text('utf-8'), path, 'exec')
+    code = compile(path.read_bytes(), path, 'exec')  # Python finds the encoding
     exec(code, vars(module))
     return vars(module)
 
@@ -155,14 +157,16 @@ def run_file(name, values):
 def settings_of_scripts():
     """All names that a config file may assign."""
     paths = [*ROOT.glob('*.py'), *ROOT.glob('zoo/*.py'), *ROOT.glob('lab/*.py')]
-    return {*declared(ROOT / 'model.py')} | {name for path in paths for name in re.findall(
-        r'^([a-z]\w*)(?:: .+?)? = ', path.read_text('utf-8'), re.M)}
+    return {*declared(ROOT / 'model.py')} | {
+        name for path in paths if path.is_file()
+        for name in re.findall(r'^([a-z]\w*)(?:: .+?)? = ', path.read_text('utf-8', 'replace'), re.M)}
 
 
 def show(label, values):
-    """Prints settings."""
-    items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'no settings here'
-    print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
+    """Prints settings, if any."""
+    items = ', '.join(f"{name} = {value!r}" for name, value in values.items())
+    if items:
+        print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
 # model_args  fields of GPTConfig that are given
@@ -226,8 +230,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         for name in assigned:
             given.pop(name, None)
             given[name] = label
-    if flags := {name: values[name] for name in given if given[name] == 'flags'}:
-        show('flags', flags)
+    show('flags', {name: values[name] for name in given if given[name] == 'flags'})
     config = {name: values[name] for name in own}
     settings.update(config)
     model_args = {name: values[name] for name in given if name not in own}
@@ -291,8 +294,9 @@ def check_values(settings, values, tables):
     globals()."""
     for name in settings.given.keys() & values.keys():
         for rule in settings.known[name].rules:
+            given = values[name] if isinstance(values[name], list) else [values[name]]
             is_condition = re.match('[<>=!]|in ', rule) and values[name] is not None
-            if is_condition and not eval(f'{name} {rule}', tables, values):
+            if is_condition and not all(eval(f'{name} {rule}', tables, values | {name: x}) for x in given):
                 if rule.startswith('in '):
                     rule = f"one of {', '.join(map(str, eval(rule[3:], tables)))}"
                 raise ValueError(f"{name}={values[name]!r} is not supported: it must be {rule}")
@@ -318,8 +322,10 @@ def reading(path):
     except Exception as error:
         if getattr(error, 'filename', None):  # a missing or unreadable file
             raise
-        raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
-                         ) from error
+        # without the page that torch prints first, and codes for bold letters
+        cause = re.sub(r'(?s).*WeightsUnpickler error:|\x1b\[\d*m', '', str(error))
+        raise ValueError(f"cannot read {path}, which is damaged or has another format: "
+                         f"{type(error).__name__}: {textwrap.shorten(cause, 300)}") from error
 
 
 @contextlib.contextmanager
@@ -346,11 +352,11 @@ def one_line_errors(kind, error, trace):
         os._exit(141)  # `| head`: print nothing, not even at exit
     elif kind is KeyboardInterrupt:
         message = 'interrupted'
-    elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
+    elif issubclass(kind, MemoryError) or re.search("out of memory|allocate memory", message):
         message = ('out of memory: lower --batch_size (train.py: and raise --gradient_accumulation_steps by '
                    'as much), --max_new_tokens or --procs')
-    elif getattr(error, 'errno', None) in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
-        message = f"cannot write ({message}): free some space, or write elsewhere"
+    elif getattr(error, 'errno', None):
+        message = f"cannot read or write ({message}): check the path, permissions and free space"
     elif not on_purpose(error):
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
@@ -358,10 +364,14 @@ def one_line_errors(kind, error, trace):
 
 # the machine ------------------------------------------------------------------------------------------------
 
+DTYPES = {'float32': 'float32', 'bfloat16': 'bfloat16', 'float16': 'float16', 'fp32': 'float32',
+          'bf16': 'bfloat16', 'fp16': 'float16', 'half': 'float16'}
+
+
 def runtime(device, dtype, seed=1337, bound_by_memory=False):
     """Chooses device and dtype, and seeds torch.
 
-    dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether
+    dtype: a name in DTYPES (float16 only on CUDA, needs a scaler) or auto. bound_by_memory: whether
     reading weights takes longest. Returns device, device_type, dtype (torch's) and autocast, which
     returns a context. Raises ValueError if the device or dtype is not available.
     """
@@ -385,8 +395,7 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
         cpu = Path('/proc/cpuinfo')
         if cpu.exists() and 'AuthenticAMD' in cpu.read_text('utf-8'):
             precision = 'medium'
-    if dtype == 'auto':
-        dtype = fastest
+    dtype = dtype_name(fastest if dtype == 'auto' else dtype)
     if dtype == 'float16' and kind != 'cuda':
         raise ValueError("dtype=float16 needs CUDA: use --dtype=auto, float32 or bfloat16")
     torch.set_float32_matmul_precision(precision)
@@ -396,6 +405,13 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
     autocast = (contextlib.nullcontext if dtype == 'float32' else
                 functools.partial(torch.autocast, kind, compute))
     return types.SimpleNamespace(device=device, device_type=kind, dtype=compute, autocast=autocast)
+
+
+def dtype_name(name):
+    """torch's name of a dtype. Raises ValueError."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name} is not supported: choose one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def choose_device(device):
