@@ -33,6 +33,7 @@ from configurator import (
     plain,
     resolve_compile,
     runtime,
+    torch_dtype,
     use_parts,
 )
 
@@ -56,13 +57,13 @@ gradient_accumulation_steps = 1   # micro-batches per step [>= 1]
 optimizer = 'adamw'               # adamw, muon [in train.OPTIMIZERS]
 # decode [if command == 'decode']
 prompt_len = 32                   # tokens of the prompt [>= 1]
-max_new_tokens = 200              # tokens generated [>= 1]
+max_new_tokens = 200              # tokens generated [>= 2]
 # decode and eval [if command in ('decode', 'eval')]
 quantize = ''                     # int8, as in sample.py [in ('', 'int8')]
 # eval [if command == 'eval']
-lengths: list | None = None       # context lengths to evaluate, as multiples of the trained length
+lengths: list[int] | None = None  # context lengths to evaluate, as multiples of the trained length [>= 1]
 # params [if command == 'params']
-contexts: list | None = None      # lengths of prompts, in tokens
+contexts: list[int] | None = None  # lengths of prompts, in tokens [>= 1]
 settings = configure(globals(), 'GPTConfig', words=1 + ('eval' in sys.argv), default_file='config/default.py')
 config, model_args, words, given, *_ = settings
 
@@ -77,6 +78,7 @@ from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, m
 from prepare import (
     FORMATS,
     Bins,
+    Conversation,
     data_folder,
     ending,
     find_source,
@@ -149,14 +151,15 @@ def report(model, machine, times, tokens):
             'params': num_params(model), 'peak_mb': memory}
 
 
-def print_json(where, **numbers):
-    """Prints the numbers as JSON if where is True, or appends them to that file."""
-    line = dumps({'command': sys.argv, **numbers, 'torch': torch.__version__})
-    if where is True:
-        print(line)
-    elif where:
-        with open(where, 'a', encoding='utf-8') as f:
-            print(line, file=f)
+def json_output(where):
+    """Opens the file of the setting json, before the measurement. None: no JSON."""
+    return sys.stdout if where is True else open(where, 'a', encoding='utf-8') if where else None
+
+
+def print_json(file, **numbers):
+    """Prints the numbers as JSON to a json_output."""
+    if file:
+        print(dumps({'command': sys.argv, **numbers, 'torch': torch.__version__}), file=file, flush=True)
 
 
 # models -----------------------------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ def precision_of_others(device):
 
 def measure_params(config, model_args):
     """Prints a model's parameters, FLOPs and cache without allocating weights."""
-    dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
+    dtype = torch_dtype('bfloat16' if config['dtype'] == 'auto' else config['dtype'])
     model = named_model(config, model_args, 'meta')
     n_params, n_active, flops = print_counts(
         'module', ['parameters', 'active parameters', 'training FLOPs per token'], by_module(model), {})
@@ -371,8 +374,9 @@ def measure_train(config, model_args):
     """Times training steps."""
     model, machine = model_and_machine(config, model_args)
     device = machine.device
-    batch_size = config['batch_size'] or 12
-    batch = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
+    config = config | {'batch_size': config['batch_size'] or 12}
+    shape = 2, config['batch_size'], model.config.block_size
+    batch = torch.randint(model.config.vocab_size, shape, device=device)
     compile = resolve_compile(config['compile'], device, math.inf)
     forward = model
     if compile:
@@ -515,9 +519,11 @@ def text_tokens(path, tokenizer):
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
     for document in find_source(path).documents():
+        if isinstance(document, Conversation):
+            raise ValueError(f"{path} has conversations: run prepare.py with it, then add --dataset")
         texts = [text for text, _ in pieces(document, tokenizer.can_cut)]
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
-    if ending(path) not in FORMATS:
+    if documents and ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]
     n_bytes = sum(int(tokenizer.sizes[ids[1:]].sum()) for ids in documents)
     return [np.stack([ids[:-1], ids[1:]]) for ids in documents], n_bytes
@@ -593,4 +599,4 @@ if __name__ == '__main__':
         config['batch_size'] = None
     if given.get('dataset') == 'flags':
         Bins(data_folder(dataset), 'val')  # raises FileNotFoundError
-    print_json(json, **COMMANDS[command](config, model_args, *more))
+    print_json(json_output(json), **COMMANDS[command](config, model_args, *more))

@@ -364,14 +364,10 @@ def one_line_errors(kind, error, trace):
 
 # the machine ------------------------------------------------------------------------------------------------
 
-DTYPES = {'float32': 'float32', 'bfloat16': 'bfloat16', 'float16': 'float16', 'fp32': 'float32',
-          'bf16': 'bfloat16', 'fp16': 'float16', 'half': 'float16'}
-
-
 def runtime(device, dtype, seed=1337, bound_by_memory=False):
     """Chooses device and dtype, and seeds torch.
 
-    dtype: a name in DTYPES (float16 only on CUDA, needs a scaler) or auto. bound_by_memory: whether
+    dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether
     reading weights takes longest. Returns device, device_type, dtype (torch's) and autocast, which
     returns a context. Raises ValueError if the device or dtype is not available.
     """
@@ -395,23 +391,25 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
         cpu = Path('/proc/cpuinfo')
         if cpu.exists() and 'AuthenticAMD' in cpu.read_text('utf-8'):
             precision = 'medium'
-    dtype = dtype_name(fastest if dtype == 'auto' else dtype)
+    if dtype == 'auto':
+        dtype = fastest
+    compute = torch_dtype(dtype)
     if dtype == 'float16' and kind != 'cuda':
         raise ValueError("dtype=float16 needs CUDA: use --dtype=auto, float32 or bfloat16")
     torch.set_float32_matmul_precision(precision)
     torch.manual_seed(seed)
     print0(f"device {device} ({name}), dtype {dtype}")
-    compute = getattr(torch, dtype)
     autocast = (contextlib.nullcontext if dtype == 'float32' else
                 functools.partial(torch.autocast, kind, compute))
     return types.SimpleNamespace(device=device, device_type=kind, dtype=compute, autocast=autocast)
 
 
-def dtype_name(name):
-    """torch's name of a dtype. Raises ValueError."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name} is not supported: choose one of auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+def torch_dtype(name):
+    """torch's dtype for a setting. Raises ValueError."""
+    import torch
+    if name not in ('float32', 'bfloat16', 'float16'):
+        raise ValueError(f"dtype={name} is not supported: choose float32, bfloat16, float16 or auto")
+    return getattr(torch, name)
 
 
 def choose_device(device):
