@@ -106,11 +106,12 @@ def fit(value, kinds):
             return fit(ast.literal_eval(spelled), [kind for kind in kinds if kind != 'str'])
     if type(value).__name__.removesuffix('Type') in kinds:  # None has NoneType
         return value
+    for kind in kinds:
+        if kind.startswith('list[') and isinstance(value, list):
+            return [fit(item, [kind[5:-1]]) for item in value]
     for kind in float, int, bool:
         if kind.__name__ in kinds and type(value) in (int, float) and kind(value) == value:
             return kind(value)
-        if f'list[{kind.__name__}]' in kinds and isinstance(value, list):
-            return [fit(item, [kind.__name__]) for item in value]
     raise ValueError(f"{value!r} does not fit")
 
 

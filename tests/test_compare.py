@@ -103,7 +103,7 @@ def test_which_runs_are_continued(folder, monkeypatch):
     monkeypatch.setattr(subprocess, 'Popen', lambda command, **_: commands.append(command[2:-1]) or 1 / 0)
     for args, status, more in ([*TOY, '--time_limit=1e-9'], 'time_limit', []), (
             TOY, 'done', ['--init_from=resume']):
-        variant = Variant('x', ROOT, '', args, {}, None)
+        variant = Variant('x', ROOT, '', args, None)
         out_dir = variant.folder(1)
         run('train.py', *variant.args, f'--out_dir={out_dir}')
         found = flat_compare.read_run(out_dir)
@@ -190,7 +190,7 @@ def test_match_gives_equal_parameters(folder):
     """Of those that a token uses: half of the experts idle."""
     base = [*TOY, '--n_embd=48']
     other = [*base, '--n_expert=4', '--n_shared_expert=1', '--n_dense_layer=1']
-    variant = Variant('x', ROOT, '', [*other], {}, measured_line(other))
+    variant = Variant('x', ROOT, '', [*other], measured_line(other))
     match_size(variant, measured_line(base)['active'], 'active')
     counts = []
     for args in base, variant.args:
@@ -210,7 +210,7 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
         texts = {re.sub(r'--learning_rate=\S+', '', text) for text in chosen['variants'].values()}
         baseline = next(iter(chosen['variants'].values()))
         commands = [shlex.split(f"{chosen['base']} {text}") for text in (baseline, *texts - {baseline})]
-        baseline, *others = [Variant('x', ROOT, '', args, {}, flat_compare.in_child(measured_line, args))
+        baseline, *others = [Variant('x', ROOT, '', args, flat_compare.in_child(measured_line, args))
                              for args in commands]
         for variant in others if 'match' in chosen else ():
             match_size(variant, baseline.sizes[chosen['match']], chosen['match'])

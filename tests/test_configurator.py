@@ -234,14 +234,14 @@ def test_nanogpts_settings_have_their_names_and_values():
 # errors -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('code, line', [
-    ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot write ([Errno 28] No space left "
-     "on device: '/tmp1'): free some space, or write elsewhere"),
+    ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot read or write ([Errno 28] No "
+     "space left on device: '/tmp1'): check the path, permissions and free space"),
     ("with configurator.reading('a.json'): {}['model']",
-     "x.py: cannot read a.json, which is damaged or has another format: KeyError('model')"),
+     "x.py: cannot read a.json, which is damaged or has another format: KeyError: 'model'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory: lower --batch_size (train.py: '
      'and raise --gradient_accumulation_steps by as much), --max_new_tokens or --procs'),
-    ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not raised by our code
+    ("raise ValueError('of a fork, elsewhere')", None),  # not raised by our code
     ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['/somewhere/x.py', '--start=no.txt'])
