@@ -40,9 +40,9 @@ from configurator import (
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 dataset = ''                      # sets a new model's vocabulary; for eval, the data to use; '': the run's
 json: bool | str = False          # True: print JSON too; or a file to append to
-device = 'auto'                   # as in train.py
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 # all commands but params [if command != 'params']
+device = 'auto'                   # as in train.py
 batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode; in eval, as
                                   # many as give 256 MB of logits (2 GB on CUDA). Only
                                   # train uses a config file's batch_size
@@ -50,7 +50,7 @@ batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in de
 vs = ''                           # folder of nanoGPT, or transformers
 rounds = 5                        # how often each model is timed [>= 1]
 compile: bool | str = 'auto'      # auto: only for train, if possible [in (True, False, 'auto')]
-seed = 1337                       # seed of weights and tokens
+seed = 1337                       # seed of weights and tokens [< 2**63]
 # train [if command == 'train']
 steps = 10                        # steps per round [>= 1]
 gradient_accumulation_steps = 1   # micro-batches per step [>= 1]
@@ -375,8 +375,8 @@ def measure_train(config, model_args):
     model, machine = model_and_machine(config, model_args)
     device = machine.device
     config = config | {'batch_size': config['batch_size'] or 12}
-    shape = 2, config['batch_size'], model.config.block_size
-    batch = torch.randint(model.config.vocab_size, shape, device=device)
+    batch = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
+                          device=device)
     compile = resolve_compile(config['compile'], device, math.inf)
     forward = model
     if compile:

@@ -150,7 +150,8 @@ def run_file(name, values):
     module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks the module up
     # values are builtins, so that the result does not contain them
     vars(module).update(__file__=str(path), __builtins__=vars(builtins) | values)
-    code = compile(path.read_bytes(), path, 'exec')  # Python finds the encoding
+    with reading(path):
+        code = compile(path.read_bytes(), path, 'exec')  # Python finds the encoding
     exec(code, vars(module))
     return vars(module)
 
@@ -299,7 +300,7 @@ def check_values(settings, values, tables):
             is_condition = re.match('[<>=!]|in ', rule) and values[name] is not None
             if is_condition and not all(eval(f'{name} {rule}', tables, values | {name: x}) for x in given):
                 if rule.startswith('in '):
-                    rule = f"one of {', '.join(map(str, eval(rule[3:], tables)))}"
+                    rule = f"one of {', '.join(filter(None, map(str, eval(rule[3:], tables))))}"
                 raise ValueError(f"{name}={values[name]!r} is not supported: it must be {rule}")
 
 
@@ -321,7 +322,7 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        if getattr(error, 'filename', None):  # a missing or unreadable file
+        if isinstance(error, OSError) and error.filename:  # a missing or unreadable file
             raise
         # without the page that torch prints first, and codes for bold letters
         cause = re.sub(r'(?s).*WeightsUnpickler error:|\x1b\[\d*m', '', str(error))

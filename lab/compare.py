@@ -52,7 +52,7 @@ from configurator import (
 
 variants: list | dict | None = None  # additions to the command line, or {name: addition}
 seeds: int | None = None          # runs per variant; None: 3, or up to 20 with until=decided [>= 1]
-seed = 1337                       # first seed
+seed = 1337                       # first seed [< 2**62]
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
 match: str | None = None          # sets d_ff for equal sizes [in SIZES]

@@ -116,9 +116,11 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     ('--sizes=[1.5]', 'sizes must be a list of integers or None'),
     ('--out_dir', 'text, got True'), ('--min_lr=none', 'a number or None'),
     ('nope.py', 'there is no config file nope.py: neither here nor in '),
-    ('config/type.py', 'config/type.py: max_iters must be an integer, got 2.5')])
+    ('config/type.py', 'config/type.py: max_iters must be an integer, got 2.5'),
+    ('config/bad.py', 'SyntaxError: invalid syntax (bad.py, line 1)')])
 def test_typos_and_wrong_types_are_one_error(arg, message, script, tmp_path):
     (tmp_path / 'config/type.py').write_text('max_iters = 2.5')
+    (tmp_path / 'config/bad.py').write_text('max_iters = = 2')
     with pytest.raises(ValueError, match=re.escape(message)):
         script(arg)
 
