@@ -33,15 +33,16 @@ from configurator import (
     plain,
     resolve_compile,
     runtime,
+    torch_dtype,
     use_parts,
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 dataset = ''                      # sets a new model's vocabulary; for eval, the data to use; '': the run's
 json: bool | str = False          # True: print JSON too; or a file to append to
-device = 'auto'                   # as in train.py
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 # all commands but params [if command != 'params']
+device = 'auto'                   # as in train.py
 batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode; in eval, as
                                   # many as give 256 MB of logits (2 GB on CUDA). Only
                                   # train uses a config file's batch_size
@@ -49,20 +50,20 @@ batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in de
 vs = ''                           # folder of nanoGPT, or transformers
 rounds = 5                        # how often each model is timed [>= 1]
 compile: bool | str = 'auto'      # auto: only for train, if possible [in (True, False, 'auto')]
-seed = 1337                       # seed of weights and tokens
+seed = 1337                       # seed of weights and tokens [< 2**63]
 # train [if command == 'train']
 steps = 10                        # steps per round [>= 1]
 gradient_accumulation_steps = 1   # micro-batches per step [>= 1]
 optimizer = 'adamw'               # adamw, muon [in train.OPTIMIZERS]
 # decode [if command == 'decode']
 prompt_len = 32                   # tokens of the prompt [>= 1]
-max_new_tokens = 200              # tokens generated [>= 1]
+max_new_tokens = 200              # tokens generated [>= 2]
 # decode and eval [if command in ('decode', 'eval')]
 quantize = ''                     # int8, as in sample.py [in ('', 'int8')]
 # eval [if command == 'eval']
-lengths: list | None = None       # context lengths to evaluate, as multiples of the trained length
+lengths: list[int] | None = None  # context lengths to evaluate, as multiples of the trained length [>= 1]
 # params [if command == 'params']
-contexts: list | None = None      # lengths of prompts, in tokens
+contexts: list[int] | None = None  # lengths of prompts, in tokens [>= 1]
 settings = configure(globals(), 'GPTConfig', words=1 + ('eval' in sys.argv), default_file='config/default.py')
 config, model_args, words, given, *_ = settings
 
@@ -77,6 +78,7 @@ from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, m
 from prepare import (
     FORMATS,
     Bins,
+    Conversation,
     count_bytes,
     data_folder,
     ending,
@@ -150,14 +152,15 @@ def report(model, machine, times, tokens):
             'params': num_params(model), 'peak_mb': memory}
 
 
-def print_json(where, **numbers):
-    """Prints the numbers as JSON if where is True, or appends them to that file."""
-    line = dumps({'command': sys.argv, **numbers, 'torch': torch.__version__})
-    if where is True:
-        print(line)
-    elif where:
-        with open(where, 'a', encoding='utf-8') as f:
-            print(line, file=f)
+def json_output(where):
+    """Opens the file of the setting json, before the measurement. None: no JSON."""
+    return sys.stdout if where is True else open(where, 'a', encoding='utf-8') if where else None
+
+
+def print_json(file, **numbers):
+    """Prints the numbers as JSON to a json_output."""
+    if file:
+        print(dumps({'command': sys.argv, **numbers, 'torch': torch.__version__}), file=file, flush=True)
 
 
 # models -----------------------------------------------------------------------------------------------------
@@ -234,7 +237,7 @@ def precision_of_others(device):
 
 def measure_params(config, model_args):
     """Prints a model's parameters, FLOPs and cache without allocating weights."""
-    dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
+    dtype = torch_dtype('bfloat16' if config['dtype'] == 'auto' else config['dtype'])
     model = named_model(config, model_args, 'meta')
     n_params, n_active, flops = print_counts(
         'module', ['parameters', 'active parameters', 'training FLOPs per token'], by_module(model), {})
@@ -372,8 +375,9 @@ def measure_train(config, model_args):
     """Times training steps."""
     model, machine = model_and_machine(config, model_args)
     device = machine.device
-    batch_size = config['batch_size'] or 12
-    batch = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
+    config = config | {'batch_size': config['batch_size'] or 12}
+    batch = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
+                          device=device)
     compile = resolve_compile(config['compile'], device, math.inf)
     forward = model
     if compile:
@@ -517,9 +521,11 @@ def text_tokens(path, tokenizer):
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
     for document in find_source(path).documents():
+        if isinstance(document, Conversation):
+            raise ValueError(f"{path} has conversations: run prepare.py with it, then add --dataset")
         texts = [text for text, _ in pieces(document, tokenizer.can_cut)]
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
-    if ending(path) not in FORMATS:
+    if documents and ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]
     return [np.stack([ids[:-1], ids[1:]]) for ids in documents]
 
@@ -595,4 +601,4 @@ if __name__ == '__main__':
         config['batch_size'] = None
     if given.get('dataset') == 'flags':
         Bins(data_folder(dataset), 'val')  # raises FileNotFoundError
-    print_json(json, **COMMANDS[command](config, model_args, *more))
+    print_json(json_output(json), **COMMANDS[command](config, model_args, *more))

@@ -22,7 +22,6 @@ import contextlib
 import ctypes
 import datetime
 import difflib
-import errno
 import functools
 import importlib
 import os
@@ -82,8 +81,8 @@ def declared(path):
     for match in SETTING.finditer(text):
         above, name, kinds, default, remark = match.groups('')
         default = ast.literal_eval(default)
-        # 'bool | list[int]' -> bool, list; Literals and tables become str
-        kinds = re.sub(r"\[.*?\]|'", '', kinds or type(default).__name__)
+        # 'bool | list[int]' -> bool, list[int]; Literals and tables become str
+        kinds = re.sub(r"(?<!list)\[.*?\]|'", '', kinds or type(default).__name__)
         kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
         if headings := re.findall('^# .*', above, re.M):
             group = re.findall(r'\[(if .+?)\]', headings[-1])
@@ -108,13 +107,17 @@ def fit(value, kinds):
             return fit(ast.literal_eval(spelled), [kind for kind in kinds if kind != 'str'])
     if type(value).__name__.removesuffix('Type') in kinds:  # None has NoneType
         return value
+    for kind in kinds:
+        if kind.startswith('list[') and isinstance(value, list):
+            return [fit(item, [kind[5:-1]]) for item in value]
     for kind in float, int, bool:
         if kind.__name__ in kinds and type(value) in (int, float) and kind(value) == value:
             return kind(value)
     raise ValueError(f"{value!r} does not fit")
 
 
-TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True or False'}
+TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True or False',
+         'list[int]': 'a list of integers'}
 
 
 def checked(origin, name, value, known):
@@ -148,7 +151,8 @@ def run_file(name, values):
     module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks the module up
     # values are builtins, so that the result does not contain them
     vars(module).update(__file__=str(path), __builtins__=vars(builtins) | values)
-    code = compile(path.read_text('utf-8'), path, 'exec')
+    with reading(path):
+        code = compile(path.read_bytes(), path, 'exec')  # Python finds the encoding
     exec(code, vars(module))
     return vars(module)
 
@@ -156,14 +160,16 @@ def run_file(name, values):
 def settings_of_scripts():
     """All names that a config file may assign."""
     paths = [*ROOT.glob('*.py'), *ROOT.glob('zoo/*.py'), *ROOT.glob('lab/*.py')]
-    return {*declared(ROOT / 'model.py')} | {name for path in paths for name in re.findall(
-        r'^([a-z]\w*)(?:: .+?)? = ', path.read_text('utf-8'), re.M)}
+    return {*declared(ROOT / 'model.py')} | {
+        name for path in paths if path.is_file()
+        for name in re.findall(r'^([a-z]\w*)(?:: .+?)? = ', path.read_text('utf-8', 'replace'), re.M)}
 
 
 def show(label, values):
-    """Prints settings."""
-    items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'no settings here'
-    print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
+    """Prints settings, if any."""
+    items = ', '.join(f"{name} = {value!r}" for name, value in values.items())
+    if items:
+        print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
 # model_args  fields of GPTConfig that are given
@@ -227,8 +233,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         for name in assigned:
             given.pop(name, None)
             given[name] = label
-    if flags := {name: values[name] for name in given if given[name] == 'flags'}:
-        show('flags', flags)
+    show('flags', {name: values[name] for name in given if given[name] == 'flags'})
     config = {name: values[name] for name in own}
     settings.update(config)
     model_args = {name: values[name] for name in given if name not in own}
@@ -292,10 +297,11 @@ def check_values(settings, values, tables):
     globals()."""
     for name in settings.given.keys() & values.keys():
         for rule in settings.known[name].rules:
+            given = values[name] if isinstance(values[name], list) else [values[name]]
             is_condition = re.match('[<>=!]|in ', rule) and values[name] is not None
-            if is_condition and not eval(f'{name} {rule}', tables, values):
+            if is_condition and not all(eval(f'{name} {rule}', tables, values | {name: x}) for x in given):
                 if rule.startswith('in '):
-                    rule = f"one of {', '.join(map(str, eval(rule[3:], tables)))}"
+                    rule = f"one of {', '.join(filter(None, map(str, eval(rule[3:], tables))))}"
                 raise ValueError(f"{name}={values[name]!r} is not supported: it must be {rule}")
 
 
@@ -317,13 +323,15 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        # a missing package, a missing or unreadable file, or a line of ours
-        if isinstance(error, ImportError) or getattr(error, 'filename', None) or on_purpose(error):
+        # a missing or unreadable file, a missing package, or a line of ours
+        is_known = isinstance(error, OSError) and error.filename or on_purpose(error)
+        if is_known or isinstance(error, ImportError):
             raise
-        if name := re.search(r'GLOBAL (\S+)', str(error)):  # torch.load's message is long
-            error = TypeError(f'it contains {name[1]}, but only tensors and plain values can be read')
-        raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
-                         ) from error
+        cause = re.sub(r'\x1b\[\d*m', '', f'{type(error).__name__}: {error}')  # no codes for bold letters
+        if name := re.search(r'GLOBAL (\S+)', cause):  # torch.load's message is long
+            cause = f'it contains {name[1]}, but only tensors and plain values can be read'
+        raise ValueError(f"cannot read {path}, which is damaged or has another format: "
+                         f"{textwrap.shorten(cause, 300)}") from error
 
 
 @contextlib.contextmanager
@@ -351,11 +359,11 @@ def one_line_errors(kind, error, trace):
     elif kind is KeyboardInterrupt:
         message = 'interrupted'
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would print a traceback at exit
-    elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
+    elif issubclass(kind, MemoryError) or re.search("out of memory|allocate memory", message):
         message = ('out of memory: lower --batch_size (train.py: and raise --gradient_accumulation_steps by '
                    'as much), --max_new_tokens or --procs')
-    elif getattr(error, 'errno', None) in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
-        message = f"cannot write ({message}): free some space, or write elsewhere"
+    elif getattr(error, 'errno', None):
+        message = f"cannot read or write ({message}): check the path, permissions and free space"
     elif not on_purpose(error):
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
@@ -392,15 +400,23 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
             precision = 'medium'
     if dtype == 'auto':
         dtype = fastest
+    compute = torch_dtype(dtype)
     if dtype == 'float16' and kind != 'cuda':
         raise ValueError("dtype=float16 needs CUDA: use --dtype=auto, float32 or bfloat16")
     torch.set_float32_matmul_precision(precision)
     torch.manual_seed(seed)
     print0(f"device {device} ({name}), dtype {dtype}")
-    compute = getattr(torch, dtype)
     autocast = (contextlib.nullcontext if dtype == 'float32' else
                 functools.partial(torch.autocast, kind, compute))
     return types.SimpleNamespace(device=device, device_type=kind, dtype=compute, autocast=autocast)
+
+
+def torch_dtype(name):
+    """torch's dtype for a setting. Raises ValueError."""
+    import torch
+    if name not in ('float32', 'bfloat16', 'float16'):
+        raise ValueError(f"dtype={name} is not supported: choose float32, bfloat16, float16 or auto")
+    return getattr(torch, name)
 
 
 def choose_device(device):

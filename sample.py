@@ -107,7 +107,7 @@ def read_checkpoint(path):
     """Reads a checkpoint of train.py or nanoGPT. Raises FileNotFoundError or ValueError."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
-                                "--out_dir or --init_from")
+                                "--init_from to another file or folder")
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
     with reading(path):
         # Windows cannot replace mapped files

@@ -754,8 +754,8 @@ def lock_folder(out_dir):
         import fcntl
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"out_dir={out_dir} is in use by another run: choose another --out_dir, or wait "
-                         "until that run ends") from None
+        raise ValueError(f"{out_dir}/ is in use by another run: wait until that run ends, or use another "
+                         "folder") from None
     except (ImportError, OSError):
         print0(f"{out_dir}/ cannot be locked: make sure that no other run uses this folder")
     return f

@@ -37,7 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import model as flat
 import train
-from bench import print_json
+from bench import json_output, print_json
 from model import GPT, GPTConfig
 from sample import load
 
@@ -371,6 +371,7 @@ if __name__ == '__main__':
         check_effects(settings, vars(whole), globals())
     else:
         whole = load(init_from, **settings.model_args)[0].config
+    output = json_output(json)
     small = tiny_config(whole)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -383,5 +384,5 @@ if __name__ == '__main__':
         failed += [] if passes else [name]
         verdict = 'FAIL' if not passes else 'part' if remark else 'ok  '
         print(f"{verdict} {name}{f': {remark}' if remark else ''}", flush=True)
-    print_json(json, failed=failed)
+    print_json(output, failed=failed)
     sys.exit(bool(failed))

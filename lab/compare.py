@@ -20,6 +20,7 @@ if __name__ == '__main__':  # import from the folder above
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -44,13 +45,14 @@ from configurator import (
     is_example,
     print0,
     read_flag,
+    reading,
     run_file,
     use_parts,
 )
 
 variants: list | dict | None = None  # additions to the command line, or {name: addition}
 seeds: int | None = None          # runs per variant; None: 3, or up to 20 with until=decided [>= 1]
-seed = 1337                       # first seed
+seed = 1337                       # first seed [< 2**62]
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
 match: str | None = None          # sets d_ff for equal sizes [in SIZES]
@@ -66,7 +68,7 @@ import numpy as np
 import torch
 
 import train
-from bench import cache_per_token, named_model, print_json, print_table
+from bench import cache_per_token, json_output, named_model, print_json, print_table
 from model import LOOKUP_GROUPS, num_params
 from prepare import Bins, data_folder
 
@@ -80,14 +82,13 @@ class Variant:
     """Code and arguments of train.py."""
     name: str
     code: Path         # folder
-    digest: str        # hash of the code, then the data's meta.json
+    digest: str        # hash of the code, then the data's meta.json and what line_settings returns
     args: list         # without seed and out_dir
-    files: dict        # config file in args -> texts of it and of modules that it imports
     sizes: dict | None  # from measured_line; None: code of a revision, or a loaded model
 
     def folder(self, seed):
         """The folder of the run with this seed."""
-        args = [self.files.get(arg, arg) for arg in self.args]
+        args = [arg.replace(str(self.code), '') for arg in self.args]
         digest = hashlib.sha256(dumps([self.digest, args, seed]).encode()).hexdigest()
         return f'{RUNS}/{digest[:12]}'
 
@@ -98,8 +99,12 @@ def is_config(arg):
 
 
 def git(*args, **variables):
-    """The output of a git command. variables: for its environment."""
-    return subprocess.check_output(['git', *args], cwd=ROOT, encoding='utf-8', env=os.environ | variables)
+    """The output of a git command. variables: for its environment. Raises ValueError."""
+    done = subprocess.run(['git', *args], cwd=ROOT, encoding='utf-8', env=os.environ | variables,
+                          capture_output=True)
+    if done.returncode:
+        raise ValueError(f"lab/compare.py copies code from a clone, but `git {args[0]}` fails: {done.stderr}")
+    return done.stdout
 
 
 @functools.cache
@@ -113,8 +118,8 @@ def copy_code(revision, folder):
     shutil.unpack_archive(f'{folder}.zip', folder)
     others = {'config', 'docs', 'examples', 'tests', 'test_model.py', 'bench.py', 'lab'}
     return hashlib.sha256(b''.join(
-        path.read_bytes() for path in sorted(folder.rglob('*.py'))
-        if path.relative_to(folder).parts[0] not in others)).hexdigest()
+        path.read_bytes() for path in sorted(folder.rglob('*.py')) if path.is_file()
+        and path.relative_to(folder).parts[0] not in others)).hexdigest()
 
 
 def parse_variant(text):
@@ -134,15 +139,21 @@ def in_child(function, *args):
 
 
 def line_settings(args, code):
-    """dataset, init_from and Variant.files of a command line of train.py. code: its folder."""
+    """dataset and init_from of a command line of train.py, and a text of all values, config files and modules
+    that they import. code: its folder."""
     known = declared(code / 'model.py') | declared(code / 'train.py')
     settings = {name: setting.default for name, setting in known.items()}
     for arg in args:
+        if arg.startswith(('--seed=', '--out_dir=')):
+            raise ValueError(f"{arg} has no effect in a variant: use --seed and --seeds of lab/compare.py")
         settings |= run_file(arg, settings) if is_config(arg) else read_flag(arg, known)
-    files = {arg: [path.read_text('utf-8') for path in sorted(Path(arg).parent.glob('*.py'))
-                   if path.name == Path(arg).name or path.stem in sys.modules]
-             for arg in filter(is_config, args)}
-    return settings['dataset'], settings['init_from'], files
+    files = [path.read_text('utf-8', 'replace')
+             for arg in map(Path, filter(is_config, args)) for path in sorted(arg.parent.glob('*.py'))
+             if path.name == arg.name or path.stem in sys.modules]
+    # config files may read other files or the environment
+    values = {name: value for name, value in settings.items() if name[:2] != '__'}
+    text = dumps([files, values], skipkeys=True, default=lambda value: type(value).__name__)
+    return settings['dataset'], settings['init_from'], text.replace(str(code), '')
 
 
 def make_variants(texts, base, place):
@@ -150,7 +161,8 @@ def make_variants(texts, base, place):
     the code to the folder `place`. Raises ValueError or FileNotFoundError."""
     variants = []
     for name, text in texts.items():
-        revision, flags = parse_variant(text)
+        with reading(f'variant {text!r}'):
+            revision, flags = parse_variant(text)
         code = place / revision.replace('/', '_')
         digest = copy_code(revision, code)
         args = [*base, *flags]
@@ -158,13 +170,13 @@ def make_variants(texts, base, place):
         if is_bare:
             args = ['config/default.py', *args]
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
-        dataset, init_from, files = in_child(line_settings, args, code)
+        dataset, init_from, values = in_child(line_settings, args, code)
         if is_bare and init_from != 'scratch':
             del args[0]  # the checkpoint has these settings
         folder = data_folder(dataset)
         meta = Bins(folder, 'train').meta
         sizes = in_child(measured_line, args) if revision == 'WORK' else None
-        variants.append(Variant(name, code, digest + dumps(meta), args, files, sizes))
+        variants.append(Variant(name, code, digest + dumps(meta) + values, args, sizes))
     return variants
 
 
@@ -214,16 +226,24 @@ def match_size(variant, target, kind):
 def read_facts(folder):
     """A run's run.json, or {}."""
     path = Path(folder, 'run.json')
-    return loads(path.read_text('utf-8')) if path.exists() else {}
+    with reading(path):
+        return loads(path.read_text('utf-8')) if path.exists() else {}
 
 
 def read_run(folder):
     """The facts of a run that ended, or None. They have 'rows' of log.csv, or an 'error' if it diverged."""
     facts = read_facts(folder)
     if facts.get('status') in ('done', 'time_limit'):
-        log = np.genfromtxt(f'{folder}/log.csv', delimiter=',', names=True, encoding='utf-8')
-        return {**facts, 'rows': np.atleast_1d(log)}
+        path = f'{folder}/log.csv'
+        with reading(path):
+            rows = np.atleast_1d(np.genfromtxt(path, delimiter=',', names=True, encoding='utf-8'))
+        return facts | {'rows': rows, 'error': None if len(rows) else f'{path} is empty: raise --max_iters'}
     return facts if facts.get('status') == 'diverged' else None
+
+
+def stop_with_parent():
+    """Makes this process stop if its parent is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def run_variant(variant, seed):
@@ -234,10 +254,12 @@ def run_variant(variant, seed):
     printed = folder / 'printed.txt'
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
         args.append('--init_from=resume')  # last, because config files may define a mixer
+    printed.unlink(missing_ok=True)  # a killed run may still print
     with open(printed, 'w', encoding='utf-8') as f:
         process = subprocess.Popen(
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=stop_with_parent if sys.platform == 'linux' else None)
     try:
         process.wait()
     except KeyboardInterrupt:
@@ -364,13 +386,13 @@ def print_comparison(rows, until):
 def compare(config, args, name=None):
     """Trains variants, prints the comparison and returns its numbers. args: for train.py; name: a list of
     lab/variants.py, which config and args override."""
-    known = runpy.run_path(str(ROOT / 'lab/variants.py'))['LISTS'].get(name, {})
+    lists = runpy.run_path(str(ROOT / 'lab/variants.py'))['LISTS']
+    known = lists.get(name, {})
     texts = config['variants'] or known.get('variants')
-    if not texts:
+    if not texts or name not in (None, *lists):
         raise ValueError("nothing to compare: add --variants=\"['', '--norm=layernorm']\" or the name of a "
-                         "list in lab/variants.py, as in python lab/compare.py norms")
-    if isinstance(texts, list):
-        texts = {text.strip() or 'base': text for text in texts}
+                         f"list: {', '.join(lists)}")
+    named = texts if isinstance(texts, dict) else {str(text).strip() or 'base': text for text in texts}
     if known and not any(map(is_config, args)):
         args = [*shlex.split(known['base']), *args]
     match = config['match'] or known.get('match')
@@ -378,11 +400,16 @@ def compare(config, args, name=None):
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
     print0(f"{len(texts)} variants of train.py {shlex.join(args)}")
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
-        variants = make_variants(texts, args, Path(place))
+        variants = make_variants(named, args, Path(place))
+        if len({variant.folder(seed) for variant in variants}) < len(texts):
+            raise ValueError("two variants are equal: remove one")
         if match not in (None, 'none'):
+            if None in [variant.sizes for variant in variants]:
+                raise ValueError("--match needs new models of the working tree: add --match=none")
             for variant in variants[1:]:
                 match_size(variant, variants[0].sizes[match], match)
-        runs = run_all(variants, seeds, until, config['margin'])
+        with train.lock_folder(RUNS):
+            runs = run_all(variants, seeds, until, config['margin'])
         folders = {variant.name: [variant.folder(seed) for seed, _ in zip(seeds, runs[variant.name])]
                    for variant in variants}
     rows = comparison(variants, runs, until, config['margin'])
@@ -394,6 +421,7 @@ def compare(config, args, name=None):
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_values(settings, config, globals())
+    output = json_output(json)
     numbers = compare(config, ARGS, *settings.words)
-    print_json(json, **numbers)
+    print_json(output, **numbers)
     sys.exit(bool(numbers['failed']))

@@ -25,7 +25,7 @@ import torch
 
 from bench import print_table
 from model import rope_table
-from sample import load
+from train import load_to_train
 
 
 def head_numbers(weights):
@@ -58,8 +58,12 @@ def wavelengths(kind, length):
 
 
 if __name__ == '__main__':
-    model, tokenizer, _ = load(init_from, dtype=torch.float32, **model_args)
+    model, tokenizer, source = load_to_train(init_from, 'out', model_args)
+    if tokenizer is None:
+        raise ValueError(source['no_tokenizer'])
     ids = tokenizer.encode(*words or ['The cat sat on the mat.'])
+    if len(ids) < 2:
+        raise ValueError(f"the text has {len(ids)} tokens, but needs 2: give a longer text")
     length = model.config.block_size
     weights, sizes = look_inside(model, torch.tensor([ids]))
     print_table('layer.head', ['entropy, nats', 'distance, tokens', 'on itself', 'on first token'], {

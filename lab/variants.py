@@ -1,11 +1,10 @@
 # Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; classic,
-# examples, tricks, tricks_short, first_run, few_data, transfer_adamw and transfer_muon need an hour or
-# more.
+# examples, tricks, tricks_short, first_run and few_data need an hour or more.
 # Data: `python prepare.py --tokenizer=byte`. Others:
 #   classic                                    python prepare.py shakespeare --tokenizer=char
 #   few_data                                   python prepare.py few.txt --tokenizer=char
 #                                              (few.txt: the first 200,000 bytes of Shakespeare)
-#   hybrids, mtp, tricks, tricks_short, first_run, transfer_adamw, transfer_muon
+#   hybrids, mtp, tricks, tricks_short, first_run
 #                                              python prepare.py
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
@@ -20,16 +19,6 @@ TRICKS = {
     'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
     'short convolution, every other layer': '--mixer_pattern=CA',
     'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"'''}
-RATES = f'{RECIPE} --max_iters=100 --lr_scales={{}}'
-EMBEDDING = '''--lr_scales="{{'embedding': {}}}"'''
-
-
-def over_widths(optimizer, rates):
-    """A list's variants. rates: (name, flags) -> {width: learning rates}."""
-    return {f'{name}, {width} wide, {rate:g}':
-                f'--optimizer={optimizer} --n_embd={width} --learning_rate={rate} {flags}'
-            for (name, flags), widths in rates.items() for width, own in widths.items() for rate in own}
-
 
 LISTS = {
     'positions': dict(base=QUICK, variants={
@@ -103,22 +92,6 @@ LISTS = {
         'decay 4': '--weight_decay=4', 'dropout 0.1': '--dropout=0.1', 'dropout 0.3': '--dropout=0.3',
         'dropout 0.3, decay 1': '--dropout=0.3 --weight_decay=1',
         'dropout 0.3, 16 epochs': '--dropout=0.3 --epochs=16', '64 wide': '--n_embd=64'}),
-    'transfer_adamw': dict(base=RATES, variants=over_widths('adamw', {
-        ('one rate', ''): {
-            64: (2e-3, 4e-3, 8e-3, 1.6e-2), 128: (1e-3, 2e-3, 4e-3, 8e-3), 256: (1e-3, 2e-3, 4e-3),
-            512: (5e-4, 1e-3, 2e-3)},
-        ('embedding at 12 times', EMBEDDING.format(12.0)): {
-            64: (2e-3, 4e-3, 8e-3, 1.6e-2), 128: (1e-3, 2e-3, 4e-3), 256: (2.5e-4, 5e-4, 1e-3, 2e-3),
-            512: (1.25e-4, 2.5e-4, 5e-4)},
-        ('embedding at 24 times', EMBEDDING.format(24.0)): {256: (5e-4, 1e-3)},
-        ('embedding at 48 times', EMBEDDING.format(48.0)): {512: (2.5e-4, 5e-4)}})),
-    'transfer_muon': dict(base=RATES, variants=over_widths('muon', {
-        ('one rate', ''): {
-            64: (6e-3, 1.2e-2, 2.4e-2, 4.8e-2), 128: (3e-3, 6e-3, 1.2e-2, 2.4e-2), 256: (3e-3, 6e-3, 1.2e-2),
-            512: (3e-3, 6e-3, 1.2e-2)},
-        ('embedding at 12 times', EMBEDDING.format(12.0)): {
-            64: (3e-3, 6e-3, 1.2e-2, 2.4e-2), 128: (3e-3, 6e-3, 1.2e-2, 2.4e-2),
-            256: (1.5e-3, 3e-3, 6e-3, 1.2e-2), 512: (1.5e-3, 3e-3, 6e-3)}})),
     'recipes': dict(base=QUICK, match='params', variants={
         'quality: RoPE RMSNorm SwiGLU GQA': '', 'balanced: RoPE RMSNorm GELU GQA': '--mlp=gelu',
         'speed: ALiBi LayerNorm GELU MQA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=1',

@@ -92,24 +92,27 @@ def test_speeds_of_a_table_agree(capsys):
 
 
 def test_a_step_has_all_its_micro_batches_and_one_update(capsys, monkeypatch):
-    """The clock counts 2 seconds per micro-batch, 5 per update, and 1 per reading."""
+    """The clock counts 2 seconds per micro-batch, 5 per update, and 1 per reading. The config file has no
+    batch_size: the default is 12."""
     clock, seconds = itertools.count(), {'gradients': 2, 'update': 5}
     for name, f in [(name, getattr(flat_train, name)) for name in seconds]:
         monkeypatch.setattr(flat_train, name, lambda *args, f=f, name=name: (
             [next(clock) for _ in range(seconds[name])], f(*args))[1])
     monkeypatch.setattr('time.perf_counter', lambda: next(clock))
-    _, numbers = bench(capsys, 'train', '--steps=2', '--compile=False', '--gradient_accumulation_steps=4',
-                       '--block_size=16', *SMALL)
+    _, numbers = bench(capsys, 'train', 'config/gpt2.py', '--steps=2', '--compile=False',
+                       '--gradient_accumulation_steps=4', '--block_size=16', *SMALL)
     assert numbers['ms'] == 1e3 * (4 * 3 + 6)
-    assert numbers['tok_per_s'] == pytest.approx(4 * 16 * 16 / (4 * 3 + 6))  # config/default.py's 16
+    assert numbers['tok_per_s'] == pytest.approx(4 * 12 * 16 / (4 * 3 + 6))
 
 
 @pytest.mark.parametrize('args, message', [
     (['params', '--steps=3'], "--steps has no effect: it needs command == 'train'"),
     (['train', '--steps=0'], 'steps=0 is not'), (['decode', 'out'], "cannot use 'out'"),
-    ([], 'is not a command'),
+    ([], 'is not a command'), (['decode', '--max_new_tokens=1'], 'must be >= 2'),
+    (['eval', '--init_from=out', '--lengths=[0]'], 'must be >= 1'), (['params', '--json=no/x'], 'no/x'),
+    (['params', '--dtype=half'], 'dtype=half'),
     (['train', '--dataset=typo'], 'data/typo is not prepared')])
-def test_settings_without_effect_are_refused(args, message):
+def test_wrong_settings_are_refused(args, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run('bench.py', *args)
 
@@ -180,6 +183,11 @@ def test_eval_of_texts_counts_their_bytes(folder, capsys):
         assert numbers['targets'] == sum(map(len, losses))
         assert numbers['bytes'] == n_bytes * sum(map(len, streams)) // len(tokens)
         assert numbers['bits_per_byte'] == close(sum(map(sum, losses)) / math.log(2) / numbers['bytes'])
+    Path('empty.txt').touch()
+    Path('chats.jsonl').write_text('{"messages": [{"role": "assistant", "content": "Hi"}]}', encoding='utf-8')
+    for name, message in ('empty.txt', 'no text of 16'), ('chats.jsonl', 'has conversations'):
+        with pytest.raises(ValueError, match=message):
+            run('bench.py', 'eval', name, '--init_from=out', *EVAL)
     save_model('out-char', CharTokenizer(sorted(set(text))))
     Path('one.txt').write_text(text, encoding='utf-8')
     _, numbers = bench(capsys, 'eval', 'one.txt', '--init_from=out-char', *EVAL)

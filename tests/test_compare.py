@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -99,11 +100,13 @@ def test_which_runs_are_continued(folder, monkeypatch):
     with pytest.raises(ValueError, match='diverged'):
         run('train.py', *TOY, '--learning_rate=1e18', '--out_dir=bad')
     assert 'the run diverged' in flat_compare.read_run('bad')['error']
+    write_run('none', {})  # max_iters=0
+    assert flat_compare.read_run('none')['error'] == 'none/log.csv is empty: raise --max_iters'
     commands = []
     monkeypatch.setattr(subprocess, 'Popen', lambda command, **_: commands.append(command[2:-1]) or 1 / 0)
     for args, status, more in ([*TOY, '--time_limit=1e-9'], 'time_limit', []), (
             TOY, 'done', ['--init_from=resume']):
-        variant = Variant('x', ROOT, '', args, {}, None)
+        variant = Variant('x', ROOT, '', args, None)
         out_dir = variant.folder(1)
         run('train.py', *variant.args, f'--out_dir={out_dir}')
         found = flat_compare.read_run(out_dir)
@@ -113,6 +116,22 @@ def test_which_runs_are_continued(folder, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             flat_compare.run_variant(variant, 1)
         assert commands.pop() == [*args, '--seed=1', *more]
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs PR_SET_PDEATHSIG')
+def test_a_killed_comparison_ends_its_run(folder):
+    """Until then, a second comparison in this folder is an error."""
+    args = [*TOY, '--max_iters=100000', "--variants=['']"]
+    first = subprocess.Popen([sys.executable, str(ROOT / 'lab/compare.py'), *args])
+    while not glob.glob('out-compare/*/ckpt.pt'):
+        time.sleep(0.1)
+    with pytest.raises(ValueError, match='out-compare/ is in use by another run'):
+        run('lab/compare.py', *args)
+    first.kill()
+    first.wait()
+    place, = glob.glob('out-compare/*/')
+    while flat_compare.read_facts(place)['status'] != 'stopped':
+        time.sleep(0.1)
 
 
 def no_sizes(args):
@@ -160,10 +179,13 @@ def test_runs_are_named_by_code_and_arguments(folder, monkeypatch):
     np.fromfile('data/toy/val.bin', '<u2')[::-1].tofile('data/toy/val.bin')  # of the same size
     assert run_of('') != head
     write('config/default.py', 'import mine\nmax_iters = 7')
-    for number in 1, 2:
-        write('config/mine.py', f'a = {number}')
-        head, before = run_of('config/default.py'), head
-    assert head != before
+    write('config/env.py', 'import os\nmax_iters = int(os.environ["N"])')
+    for name in 'default', 'env':  # modules that are imported; values that come from elsewhere
+        for number in 1, 2:
+            write('config/mine.py', f'a = {number}')
+            monkeypatch.setenv('N', str(number))
+            head, before = run_of(f'config/{name}.py'), head
+        assert head != before
     assert len(variant_of('--init_from=x').args) == 2  # train.py reads its default file itself
 
 
@@ -178,7 +200,12 @@ def test_variants_are_read(text, revision, args):
     (["--variants=['', '--n_head=3']"], 'n_head must divide'),
     (["--variants=['', '--n_embd=512']", '--match=params'], "--n_embd=512': no d_ff gives"),
     (["--variants=['', '--expert_pattern=N']", '--match=params'], 'no d_ff gives'),
-    (["--variants=['']", '--dataset=nowhere'], 'data/nowhere is not prepared'), ([], 'nothing to compare')])
+    (["--variants=['']", '--dataset=nowhere'], 'data/nowhere is not prepared'),
+    ([], 'nothing to compare'), (['norm'], 'list: positions, norms'), (["--variants=['', ' ']"], 'are equal'),
+    (["--variants=['', '--seed=1']"], '--seed=1 has no effect'),
+    (["--variants=['nope:']"], 'object name: nope'),
+    (["--variants=['--out_dir=\"x']"], 'No closing quotation'), (['--variants=[1]'], 'variant 1,'),
+    (["--variants=['--n_head=1', 'HEAD:']", '--match=params'], '--match needs')])
 def test_mistakes_show_before_any_run(folder, args, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run('lab/compare.py', *TOY, *args)
@@ -190,7 +217,7 @@ def test_match_gives_equal_parameters(folder):
     """Of those that a token uses: half of the experts idle."""
     base = [*TOY, '--n_embd=48']
     other = [*base, '--n_expert=4', '--n_shared_expert=1', '--n_dense_layer=1']
-    variant = Variant('x', ROOT, '', [*other], {}, measured_line(other))
+    variant = Variant('x', ROOT, '', [*other], measured_line(other))
     match_size(variant, measured_line(base)['active'], 'active')
     counts = []
     for args in base, variant.args:
@@ -210,7 +237,7 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
         texts = {re.sub(r'--learning_rate=\S+', '', text) for text in chosen['variants'].values()}
         baseline = next(iter(chosen['variants'].values()))
         commands = [shlex.split(f"{chosen['base']} {text}") for text in (baseline, *texts - {baseline})]
-        baseline, *others = [Variant('x', ROOT, '', args, {}, flat_compare.in_child(measured_line, args))
+        baseline, *others = [Variant('x', ROOT, '', args, flat_compare.in_child(measured_line, args))
                              for args in commands]
         for variant in others if 'match' in chosen else ():
             match_size(variant, baseline.sizes[chosen['match']], chosen['match'])

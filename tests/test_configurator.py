@@ -62,6 +62,7 @@ optimizer = 'adamw'                 # a key [in OPTIMIZERS]
 compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list[str] | None = None
+sizes: list[int] | None = None      # several [>= 1]
 settings = configure(globals(), 'GPTConfig', words=1, default_file='config/default.py',
                      tune_file='config/tune.py')
 config, model_args, words, given, known, _ = settings
@@ -100,7 +101,7 @@ def script(tmp_path, monkeypatch):
     ('--decay_lr=false', False), ("--stop=['a', 'b']", ['a', 'b']), ('--stop=12', '12'),
     ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',)),
     ('--out_dir=~/x', os.path.expanduser('~/x')), ('--stop=~', '~'), ('--out_dir=a~', 'a~'),
-    ('--kind=b', 'b'), ('--table=None', None)])
+    ('--sizes=[1.0, 2]', [1, 2]), ('--kind=b', 'b'), ('--table=None', None)])
 def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     name = arg.removeprefix('--').partition('=')[0]
     found = script('config/default.py', arg)
@@ -112,11 +113,14 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
 @pytest.mark.parametrize('arg, message', [
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
     ('--max-iters=1', "did you mean 'max_iters'"),
+    ('--sizes=[1.5]', 'sizes must be a list of integers or None'),
     ('--out_dir', 'text, got True'), ('--min_lr=none', 'a number or None'),
     ('nope.py', 'there is no config file nope.py: neither here nor in '),
-    ('config/type.py', 'config/type.py: max_iters must be an integer, got 2.5')])
+    ('config/type.py', 'config/type.py: max_iters must be an integer, got 2.5'),
+    ('config/bad.py', 'SyntaxError: invalid syntax (bad.py, line 1)')])
 def test_typos_and_wrong_types_are_one_error(arg, message, script, tmp_path):
     (tmp_path / 'config/type.py').write_text('max_iters = 2.5')
+    (tmp_path / 'config/bad.py').write_text('max_iters = = 2')
     with pytest.raises(ValueError, match=re.escape(message)):
         script(arg)
 
@@ -133,6 +137,14 @@ def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch
     monkeypatch.setenv('RANK', '1')  # only rank 0 prints
     assert script('config/a.py', '--max_iters=5')['max_iters'] == 5
     assert capsys.readouterr().out == ''
+
+
+def test_config_files_have_pythons_encodings(script, tmp_path):
+    """Other files in the repository's folder do not matter."""
+    (tmp_path / 'folder.py').mkdir()
+    for text in '\ufeffout_dir = "é"', '# coding: latin-1\nout_dir = "é"':
+        Path('mine.py').write_text(text, 'latin-1' if 'coding' in text else 'utf-8')
+        assert script('mine.py')['out_dir'] == 'é'
 
 
 def test_the_default_file_comes_first_unless_a_file_is_named(script):
@@ -175,7 +187,7 @@ def test_the_fields_of_our_model_are_read_as_they_are():
     ('--share=1', None), ('--share=1.01', 'share=1.01 is not supported: it must be <= 1'),
     ('--share=0', 'it must be > 0'), ('--max_iters=-1', 'it must be >= 0'), ('--below=-2', None),
     ('--optimizer=sgd', 'optimizer=.sgd. is not supported: it must be one of adamw, muon'),
-    ('--n_expert=-1', '>= 0'),
+    ('--n_expert=-1', '>= 0'), ('--sizes=[1, 0]', 'it must be >= 1'),
     ('--min_lr=None', None), ('--learning_rate=nan', 'a number, got')])
 def test_values_must_fulfil_the_rules_of_their_line(arg, message, script):
     def check():
@@ -235,14 +247,18 @@ def test_nanogpts_settings_have_their_names_and_values():
 # errors -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('code, line', [
-    ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot write ([Errno 28] No space left "
-     "on device: '/tmp1'): free some space, or write elsewhere"),
+    ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot read or write ([Errno 28] No "
+     "space left on device: '/tmp1'): check the path, permissions and free space"),
     ("with configurator.reading('a.json'): {}['model']",
-     "x.py: cannot read a.json, which is damaged or has another format: KeyError('model')"),
+     "x.py: cannot read a.json, which is damaged or has another format: KeyError: 'model'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory: lower --batch_size (train.py: '
      'and raise --gradient_accumulation_steps by as much), --max_new_tokens or --procs'),
-    ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not raised by our code
+    *((f"open({name!r}, 'w')", f"x.py: cannot read or write ([Errno {n}] {os.strerror(n)}: {name!r}): check "
+       "the path, permissions and free space") for name, n in {'/': 21, 'no/a': 2, 'a' * 300: 36}.items()),
+    ("with configurator.reading('a'): raise RuntimeError('\x1b[1mword ' + 'word ' * 25 + 'cause')",
+     f"x.py: cannot read a, which is damaged or has another format: RuntimeError: {'word ' * 26}cause"),
+    ("raise ValueError('of a fork, elsewhere')", None),  # not raised by our code
     ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['/somewhere/x.py', '--start=no.txt'])
@@ -287,7 +303,8 @@ def test_peaks_of_gpus(name, tflops):
 
 @pytest.mark.parametrize('device, dtype, message', [
     ('gpu', 'auto', 'device=gpu is not available'),
-    ('cpu', 'float16', 'float16 needs CUDA')])
+    ('cpu', 'float16', 'float16 needs CUDA'),
+    ('cpu', 'int8', 'dtype=int8 is not supported: choose float32, bfloat16, float16 or auto')])
 def test_unavailable_devices_and_dtypes(device, dtype, message):
     with pytest.raises(ValueError, match=message):
         runtime(device, dtype)

@@ -45,6 +45,8 @@ def test_numbers_are_those_of_transformers(folder, capsys):
         rms = [sum(n * n for n in y.flatten().tolist()) / y.numel() for y in (x, x.grad)]
         assert pair == pytest.approx([n ** 0.5 for n in rms], rel=1e-4)
     assert re.search(rf'^64 +{6 * 64 * 64 * 4 / 1e6:.1f}$', out, re.M)
+    with pytest.raises(ValueError, match='needs 2'):
+        run('lab/inspect.py', 'a')
 
 
 def test_wavelengths():

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from common import EVAL, ROOT, TOY, dequantized, made, run, train
 from test_sample import byte_chat_tokenizer, chat_model, from_nothing, new_chat
 
+import configurator
 import sample as flat_sample
 import train as flat_train
 from configurator import configure
@@ -255,6 +257,36 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert 'device' in done.stdout or 'exported' in done.stdout
+
+
+def documented_commands():
+    """(script, arguments) in docstrings, comments and documents, without placeholders. test_extending.py
+    runs those of docs/extending.md."""
+    found = set()
+    shell = '((?:python|torchrun) '
+    for path in [*ROOT.glob('*.[mp][dy]'), *ROOT.glob('[!t]*/*.[mp][dy]')]:
+        text = re.sub(r' *\\\n[\s#]*', ' ', path.read_text('utf-8')) if path.name != 'extending.md' else ''
+        for line in re.findall(rf'^[\s#$]*{shell}.*)$|`{shell}[^`]+)`', text, re.M):
+            for command in re.split(' && |  #|  \\(', ''.join(line).replace('\n', ' ')):
+                match = re.fullmatch(r'(?:python|torchrun .*?) ?(\w\S+\.py)(.*)', command.strip())
+                if match and not re.search(r'\.\.|[A-Z]{4}|[$]|{\w|pytest|sine', command):
+                    found.add((match[1], *shlex.split(match[2])))
+    return sorted(found)
+
+
+@pytest.mark.parametrize('command', documented_commands(), ids=' '.join)
+def test_documented_commands_have_valid_settings(command, monkeypatch):
+    """Runs a script until it has checked its settings."""
+    def check(settings, values, tables):
+        for check in checks[:1 + (values.get('init_from', 'scratch') == 'scratch')]:
+            check(settings, {name: one.default for name, one in settings.known.items()} | values, tables)
+        raise StopIteration
+    checks = configurator.check_values, configurator.check_effects
+    for function in checks:
+        monkeypatch.setattr(configurator, function.__name__, check)
+    assert (ROOT / command[0]).exists()
+    with pytest.raises((StopIteration, FileNotFoundError)):  # some first load a checkpoint
+        run(*command)
 
 
 def test_tasks_of_slurm_without_torchrun_are_named(folder):

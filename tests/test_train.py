@@ -843,7 +843,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
         for line in first.stdout:
             if line.startswith('iter 5:'):
                 break
-        with pytest.raises(ValueError, match='out_dir=cut it is in use by another run: choose another'):
+        with pytest.raises(ValueError, match='cut it/ is in use by another run'):
             train('--out_dir=cut it')
         assert sorted(os.listdir('cut it')) == ['lock', 'log.csv', 'run.json']
         Path('continue').touch()
