@@ -14,7 +14,7 @@ import pytest
 import torch
 
 EXAMPLES = {path.stem: str(path) for path in sorted((common.ROOT / 'examples').glob('*.py'))
-            if path.stem != 'pydoc_chat'}  # for prepare.py
+            if path.stem not in ('pydoc_chat', 'look_inside')}  # for prepare.py, sample.py
 SMALL = [*common.TOY, '--n_layer=4', '--n_head=4', '--max_iters=10', '--eval_interval=5']
 each_example = pytest.mark.parametrize('name', EXAMPLES)
 OURS = {'zoo', 'lab', 'formulas', *EXAMPLES, *(path.stem for path in common.ROOT.glob('*.py'))}

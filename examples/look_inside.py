@@ -1,54 +1,43 @@
 """
 Prints what happens inside a trained model when it reads a text.
 
-    python lab/inspect.py 'The cat sat on the mat.' --init_from=out
+    python sample.py examples/look_inside.py --init_from=out --start='The cat sat on the mat.' --dtype=float32
 
 For each head: the entropy of the attention, the mean distance that the head looks back, and its weights
 on the token itself and on the first token. For each layer: the root mean square (RMS) of the residual
 stream and of its gradient. For each rotary pair: the wavelength without and with rope_scaling. For three
 lengths: the size of the attention scores.
 """
-import os
-import sys
-
-if __name__ == '__main__':  # otherwise this file hides Python's inspect
-    sys.path[0] = os.path.abspath(__file__ + '/../..')
-
 import math
-
-from configurator import configure
-
-init_from = 'out'    # as in sample.py
-_, model_args, words = configure(globals(), 'GPTConfig', words=1)[:3]
 
 import torch
 
 from bench import print_table
 from model import rope_table
-from train import load_to_train
 
 
 def head_numbers(weights):
     """Attention weights (H, T, T) -> (H, 4), means over queries: entropy in nats, distance in tokens, and
     weights on the token itself and on the first token."""
-    position = torch.arange(weights.shape[-1])
+    position = torch.arange(weights.shape[-1], device=weights.device)
     distance = position[:, None] - position
     return torch.stack((torch.special.entr(weights).sum(-1), (weights * distance).sum(-1),
                         weights.diagonal(0, 1, 2), weights[..., 0]), dim=-1).mean(1)
 
 
-def look_inside(model, idx):
+def inside(model, idx):
     """idx (1, T) -> {layer with attention: weights (H, T - 1, T - 1)}, and for each layer the RMS of its
     output and of the loss's gradient there."""
     outputs = []
     weights = []
-    for block in model.h:
-        block.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    hooks = [block.register_forward_hook(lambda *call: outputs.append(call[-1])) for block in model.h]
     loss, _ = model(idx[:, :-1], idx[:, 1:], weights=weights)
     grads = torch.autograd.grad(loss, outputs)
+    for hook in hooks:
+        hook.remove()
     with_attention = [i for i, block in enumerate(model.h) if block.attn.mask_kind]
-    sizes = [[x.square().mean().sqrt().item() for x in pair] for pair in zip(outputs, grads)]
-    return {i: weight[0].detach() for i, weight in zip(with_attention, weights)}, sizes
+    sizes = [[x.float().square().mean().sqrt().item() for x in pair] for pair in zip(outputs, grads)]
+    return {i: weight[0].detach().float() for i, weight in zip(with_attention, weights)}, sizes
 
 
 def wavelengths(kind, length):
@@ -57,15 +46,12 @@ def wavelengths(kind, length):
     return 2 * math.pi / torch.atan2(sin, cos).flatten()
 
 
-if __name__ == '__main__':
-    model, tokenizer, source = load_to_train(init_from, 'out', model_args)
-    if tokenizer is None:
-        raise ValueError(source['no_tokenizer'])
-    ids = tokenizer.encode(*words or ['The cat sat on the mat.'])
-    if len(ids) < 2:
-        raise ValueError(f"the text has {len(ids)} tokens, but needs 2: give a longer text")
+def completions(model, tokenizer, prompts, *args, **options):
+    """Replaces sample.py's function: prints tables about the first prompt, and draws nothing."""
+    if len(prompts[0]) < 2:
+        raise ValueError(f"the text has {len(prompts[0])} tokens, but needs 2: give a longer --start")
     length = model.config.block_size
-    weights, sizes = look_inside(model, torch.tensor([ids]))
+    weights, sizes = inside(model, torch.tensor([prompts[0]], device=model.wte.weight.device))
     print_table('layer.head', ['entropy, nats', 'distance, tokens', 'on itself', 'on first token'], {
         f'{i}.{head}': [f'{n:.3f}' for n in row]
         for i, weight in weights.items() for head, row in enumerate(head_numbers(weight))})
@@ -78,3 +64,4 @@ if __name__ == '__main__':
     print_table('tokens', ['MB of scores per layer and sequence'], {
         f'{n:,}': [f'{model.config.n_head * n**2 * 4 / 1e6:,.1f}']
         for n in (length, 4 * length, 16 * length)})
+    return iter(())
