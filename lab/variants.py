@@ -4,8 +4,7 @@
 #   classic                                    python prepare.py shakespeare --tokenizer=char
 #   few_data                                   python prepare.py few.txt --tokenizer=char
 #                                              (few.txt: the first 200,000 bytes of Shakespeare)
-#   hybrids, mtp, tricks, tricks_short, first_run
-#                                              python prepare.py
+#   tricks, tricks_short, first_run            python prepare.py
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
@@ -56,13 +55,6 @@ LISTS = {
     'experts': dict(base=QUICK, match='active', variants={
         'dense': '', '4 experts, 2 active': '--n_expert=4', '8 experts, 2 active': '--n_expert=8',
         '4 experts, 2 and a shared': '--n_expert=4 --n_shared_expert=1'}),
-    'hybrids': dict(base=f'{QUICK} --dataset=pystdlib_bpe4096', match='params', variants={
-        'attention': '', 'Gated DeltaNet, 3 of 4': '--mixer_pattern=DDDA',
-        'Kimi Delta Attention, 3 of 4': '--mixer_pattern=KKKA', 'Mamba-2, 3 of 4': '--mixer_pattern=BBBA',
-        'short convolution, 3 of 4': '--mixer_pattern=CCCA',
-        'short convolution, 2 of 4': '--mixer_pattern=CA'}),
-    'mtp': dict(base=f'{QUICK} --dataset=pystdlib_bpe4096', variants={
-        'next token': '', 'and the one after, 0.3': '--mtp=True', '0.1': '--mtp=True --mtp_loss=0.1'}),
     'optimizer': dict(base=QUICK, variants={
         'muon 4e-3': '', 'muon 2e-3': '--learning_rate=2e-3', 'muon 8e-3': '--learning_rate=8e-3',
         'adamw 4e-3': '--optimizer=adamw', 'adamw 2e-3': '--optimizer=adamw --learning_rate=2e-3',
@@ -92,11 +84,6 @@ LISTS = {
         'decay 4': '--weight_decay=4', 'dropout 0.1': '--dropout=0.1', 'dropout 0.3': '--dropout=0.3',
         'dropout 0.3, decay 1': '--dropout=0.3 --weight_decay=1',
         'dropout 0.3, 16 epochs': '--dropout=0.3 --epochs=16', '64 wide': '--n_embd=64'}),
-    'recipes': dict(base=QUICK, match='params', variants={
-        'quality: RoPE RMSNorm SwiGLU GQA': '', 'balanced: RoPE RMSNorm GELU GQA': '--mlp=gelu',
-        'speed: ALiBi LayerNorm GELU MQA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=1',
-        'simple: ALiBi LayerNorm GELU MHA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=4',
-        'length: ALiBi RMSNorm SwiGLU GQA': '--pos=alibi'}),
     # the parameters of embeddings, as in engram, are not counted
     'examples': dict(base=QUICK, match='inner_params', variants={
         'base': '', 'half as long': '--max_iters=150', 'twice as long': '--max_iters=600',
