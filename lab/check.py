@@ -218,14 +218,13 @@ def check_documents(config):
     if not all(mixer.documents for mixer in config.mixers):
         return 'not supported by its mixers'
     model = randomized(dataclasses.replace(config, document_token=3))
-    plain = randomized(dataclasses.replace(config, document_token=None))
-    plain.load_state_dict(model.state_dict())
     idx = random_tokens(config, 1, LONG)
     starts = 0, 64, 69, 70, 100  # DeltaNet's blocks have 64 tokens
     idx[0, starts] = 3
     for grad in True, False:
         with torch.set_grad_enabled(grad):
-            alone = torch.cat([*map(plain, idx.tensor_split(starts[1:], 1))], 1)
+            with mock.patch.object(model.config, 'document_token', None):
+                alone = torch.cat([*map(model, idx.tensor_split(starts[1:], 1))], 1)
             require_equal(model(idx), alone, f"documents that start at {starts}")
 
 
@@ -290,24 +289,25 @@ def check_gradients(config):
 
 def check_dropout(config):
     """Checks where dropout is, with a dropout that zeroes all but the embedding."""
-    model = randomized(config).train()
+    model = randomized(dataclasses.replace(config, proj_bias=True, mlp_bias=True)).train()
     idx = random_tokens(config, 1, SHORT)
-    shares, mixed = [], []
+    calls, mixed = [], []
 
     def dropout(x, p, training=True):
-        shares.append(p * training)
-        return x if len(shares) == 1 else 0 * x
+        calls.append((x, p * training))
+        return x if len(calls) == 1 else 0 * x
     for part in model.mixers:
         if isinstance(part, flat.BaseAttention):
             part.c_proj.register_forward_pre_hook(lambda _, args: mixed.append(args[0]))
     with mock.patch.object(F, 'dropout', dropout):
         found = model(idx)
-    assert {*shares} == {config.dropout}, f"it is not {config.dropout} everywhere"
+    assert {p for _, p in calls} == {config.dropout}, f"it is not {config.dropout} everywhere"
     assert not any(map(torch.any, mixed)), 'it is not on all attention weights'
+    require_equal(calls[0][0], model.eval().embed(flat.make_context(model, idx)), 'what dropout gets first')
     for name, w in model.state_dict().items():
         if 'c_proj' in name:
             w.zero_()
-    require_equal(found, model.eval()(idx), 'logits if dropout leaves only the embedding')
+    require_equal(found, model(idx), 'logits if dropout leaves only the embedding')
 
 
 def check_compiling(config):
