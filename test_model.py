@@ -581,9 +581,12 @@ def test_bfloat16_is_near_float32():
 
 
 @torch.no_grad()
-def test_routers_and_states_are_float32(monkeypatch):
-    """Their inputs are bfloat16, and float64 gives the same results."""
+def test_norms_routers_and_states_are_float32(monkeypatch):
+    """Their inputs are bfloat16, and float64 gives the same results, which norms round once."""
     model = tiny(n_expert=4, mlp_bias=True, mixer_pattern='DKB', n_layer=3, linear_key_head_dim=8).bfloat16()
+    norm, x = model.ln_f, torch.randn(9, 32).bfloat16()
+    exact = F.rms_norm(x.double(), (32,), norm.weight.double(), 1e-3)
+    torch.testing.assert_close(norm(x).double(), exact, rtol=2**-8, atol=0)
     route, rule = experts.MoE.route, mixers.gated_delta_rule
 
     def checked_route(self, x):
