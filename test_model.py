@@ -1,7 +1,8 @@
 """Tests of model."""
 import contextlib
 import copy
-import importlib.util
+import functools
+import importlib
 import itertools
 import math
 import random
@@ -19,10 +20,11 @@ import experts
 import mixers
 import model as flat
 from lab import check
-from model import GPT, GPTConfig, flops_per_token, make_context, num_params
+from model import GPT, GPTConfig, flops_per_token, make_context
 from sample import load
 
 ROOT = Path(flat.__file__).resolve().parent
+formulas = importlib.import_module('formulas')  # lab/check.py has added its folder to the path
 
 
 def near(a, b, tolerance=1e-4):
@@ -202,9 +204,49 @@ def test_gradients_equal_differences(options):
     check.check_gradients(small(**options))
 
 
-def test_scalings_and_dropout_follow_their_formulas():
-    check.check_scalings(None)
-    check.check_dropout(small())
+@pytest.mark.parametrize('name, length, options, freq, factor', formulas.EXAMPLES, ids=str)
+def test_scalings_equal_worked_examples(name, length, options, freq, factor):
+    found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
+    torch.testing.assert_close(found, (torch.tensor(freq, dtype=torch.float), float(factor)))
+
+
+@pytest.mark.parametrize('options', [
+    dict(norm='layernorm', bias=True, norm_placement='output', attn_gate=True, residual_lambdas=True),
+    dict(norm_placement='post', mixer_pattern='DA', n_expert=4, n_shared_expert=1, shared_gate=True),
+    dict(embed_norm=True, attn_sink=True, **MLA)], ids=grid_name)
+def test_dropout_is_where_it_should_be(options):
+    check.check_dropout(small(**options))
+
+
+@pytest.mark.parametrize('options, fields', [
+    ({}, """block_size=1024 vocab_size=50304 n_layer=12 n_head=12 n_kv_head=12 n_embd=768 head_dim=64
+     d_ff=2048 mlp=swiglu norm_eps=1e-06 rope_base=10000.0 qk_norm=True tie_word_embeddings=True dropout=0.0
+     pos=rope pos_pattern=P rope_scaling=None partial_rotary_factor=1.0 alibi_scale=1.0 document_token=None
+     mixer_pattern=A window=None window_pattern=None window_global=1 local=None attn_scale=None
+     attn_softcap=0.0 attn_sink=False attn_gate=False clip_qkv=0.0 k_eq_v=False v_norm=False query_scale=None
+     norm=rmsnorm norm_bias=False norm_weight=True norm_placement=pre embed_norm=False embed_scale=1.0
+     residual_scale=1.0 residual_lambdas=False layer_scalar=False mlp_limit=7.0 bias=False qkv_bias=False
+     proj_bias=False mlp_bias=False n_expert=None expert_pattern=E n_shared_expert=None shared_gate=False
+     n_dense_layer=0 expert_input_scale=False expert_norms=False router=softmax norm_topk_prob=True
+     routed_scaling_factor=1.0 n_group=None topk_group=None balance_bias=False balance_per_sequence=False
+     head_bias=False logit_scale=1.0 logit_softcap=0.0 mtp=False"""),
+    (dict(kv_lora_rank=512), """mixer_pattern=M qk_norm=False q_lora_rank=None qk_nope_head_dim=128
+     qk_rope_head_dim=64 v_head_dim=128 latent_norm_eps=1e-06"""),
+    (dict(mixer_pattern='D'), """linear_n_key_head=12 linear_n_value_head=12 linear_key_head_dim=64
+     linear_value_head_dim=64 linear_conv_kernel_dim=4"""),
+    (dict(mixer_pattern='B'), """linear_n_key_head=1 linear_n_value_head=24 linear_key_head_dim=64
+     linear_value_head_dim=64 linear_conv_bias=True linear_conv_kernel_dim=4"""),
+    (dict(mixer_pattern='C'), 'linear_conv_kernel_dim=4'), (dict(n_embd=100, n_head=5), 'd_ff=320'),
+    (dict(mlp='gelu', n_embd=100, n_head=5), 'd_ff=400'),
+    (dict(n_expert=8, d_ff=100), 'n_expert_active=2 d_expert=100'),
+    (dict(bias=True), 'qkv_bias=True proj_bias=True mlp_bias=True norm_bias=False'),
+    (dict(bias=True, norm='layernorm'), 'norm_bias=True'),
+    (dict(pos='sinusoidal', n_embd=144), 'embed_scale=12.0')], ids=str)
+def test_defaults(options, fields):
+    config = GPTConfig(**options)
+    for field in fields.split():
+        name, value = field.split('=')
+        assert str(getattr(config, name)) == value, name
 
 
 @pytest.mark.parametrize('options', [
@@ -246,25 +288,6 @@ def test_flex_attention_equals_eager_attention(options, monkeypatch):
     assert len(calls) == 2
 
 
-class Biases(torch.overrides.TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            self.seen.append(args[3])
-        return func(*args, **kwargs or {})
-
-
-@torch.no_grad()
-def test_layers_share_one_bias_for_grouped_queries():
-    model = tiny(n_layer=3, n_kv_head=2, document_token=3)
-    with Biases() as biases:
-        model(tokens(model, 2, 24))
-    assert len(biases.seen) == 3 and len({bias.data_ptr() for bias in biases.seen}) == 1
-
-
 @torch.no_grad()
 def test_float16_weights_keep_a_float32_stream():
     """The sum of all branches, 180,000, exceeds the largest float16, 65,504."""
@@ -289,10 +312,6 @@ def feed(model, idx, chunks, cache):
     {}, MLA, dict(pos='none', mixer_pattern='X'), dict(window=9, window_pattern='LSC', n_layer=3)])
 @torch.no_grad()
 def test_chunks_on_cuda_need_no_mask(options, monkeypatch):
-    import torch.nn.attention.bias as biases
-    calls = []
-    lower_right = biases.causal_lower_right
-    monkeypatch.setattr(biases, 'causal_lower_right', lambda *args: calls.append(args) or lower_right(*args))
     monkeypatch.setitem(flat.MIXERS, 'X', OwnAlibi)
     model = tiny(**options)
     idx = tokens(model, 2, 24)
@@ -300,7 +319,6 @@ def test_chunks_on_cuda_need_no_mask(options, monkeypatch):
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(flat, 'BLOCK', 4)
     near(feed(model, idx, [3, 5, 1, 15], model.make_cache(2, 24)), expected)
-    assert len(calls) == (0 if 'mixer_pattern' in options else 4)  # 'X' adds a bias
 
 
 @torch.no_grad()
@@ -321,17 +339,12 @@ def test_sizes_and_limits_of_caches(options, elements):
     model = tiny(block_size=80, **options)
     cache = model.make_cache(2, 80)
     idx = tokens(model, 2, 80)
-    back = torch.tensor([0, 1])
     assert sum(t.nbytes for t in cache.tensors()[2:]) == 2 * 4 * elements
     full = model(idx)
     feed(model, idx, [4], cache)
-    if 'window' in options:  # it has not wrapped
-        cache.rewind(back)
-        cache.reset()
     feed(model, idx[:, 4:], [7] * 10, cache)
-    cache.rewind(0)
     with pytest.raises(ValueError, match='cannot rewind .*rolling=False'):
-        cache.rewind(back)
+        cache.rewind(torch.tensor([0, 1]))
     with torch.autocast('cpu', torch.bfloat16):
         cache = model.make_cache(2, 80)
         half = feed(model, idx, [7, 1, 72], cache)
@@ -339,6 +352,22 @@ def test_sizes_and_limits_of_caches(options, elements):
     assert {tensor.dtype for layer in cache.slots for tensor in layer} == {torch.bfloat16}
     with pytest.raises(ValueError, match='cache is full'):
         model(idx[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize('options', [dict(window=4, window_pattern='SL'), dict(window=3, window_pattern='S')])
+@torch.no_grad()
+def test_a_rewound_cache_is_right_or_an_error(options):
+    model = tiny(**options, block_size=10)
+    idx = tokens(model, 1, 10)
+    full, rewound = model(idx), []
+    for length, n in itertools.combinations_with_replacement(range(1, 10), 2):
+        cache = model.make_cache(1, 10)
+        feed(model, idx, [1] * n, cache)
+        with contextlib.suppress(ValueError):
+            cache.rewind(n - length)
+            near(model(idx[:, length:length + 1], cache=cache), full[:, length:length + 1])
+            rewound.append((length, n))
+    assert {(n, n) for n in range(1, 10)} | {(1, 2), (1, 3), (2, 3)} <= {*rewound}  # the window is not full
 
 
 def pretend_device(monkeypatch):
@@ -439,9 +468,12 @@ def test_router_weights_sum_to_one_despite_underflow():
     assert set(chosen.flatten().tolist()) == {0, 1} and context.routing[0][1] >= 1
 
 
-def test_the_balance_bias_is_never_rounded():
-    model = tiny(n_expert=4, router='sigmoid', balance_bias=True).to(torch.bfloat16)
-    assert model.h[0].mlp.expert_bias.dtype == torch.float32
+def test_balance_biases_move_by_the_rate_and_are_never_rounded():
+    model = tiny(n_expert=4, router='sigmoid', balance_bias=True, n_dense_layer=1).to(torch.bfloat16)
+    bias = model.h[1].mlp.expert_bias
+    expected = bias + torch.tensor([0.001, 0.001, -0.001, 0])
+    experts.move_balance(model, torch.tensor([[1.0, 2, 6, 3]]))
+    torch.testing.assert_close(bias, expected, atol=1e-6, rtol=0)
 
 
 def test_a_scaling_gets_the_trained_length(tmp_path):
@@ -478,50 +510,15 @@ def test_attention_weights_on_request():
     assert len(weights) == 2 and not weights[0].tril(-3).any()
 
 
-class Canon(flat.Attention):
-    """A mixer inside a mixer: a short convolution before attention, arXiv:2512.17351."""
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.canon = mixers.ShortConvolution(config, layer)
-
-    def forward(self, x, context):
-        return super().forward(x + self.canon(x, context), context)
-
-
-class SharedKeys(flat.Attention):
-    """Later layers attend to the keys and values of the first: arXiv:2405.05254."""
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        if layer:
-            self.slots = None
-            self.k_norm = torch.nn.Identity()
-
-    def forward(self, x, context):
-        q, k, v = (y.unflatten(-1, (-1, 8)) for y in self.c_attn(x))
-        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
-        q, k = (flat.rotate(y, context.ropes[self.rope_kind]) for y in (q, k))
-        if self.layer == 0:
-            k, v = (k, v) if context.cache is None else context.cache.append(self, context, k, v)
-            context.hand_on(0, (k, v))
-        return self.c_proj(self.attend(q, *context.handed[0], context).transpose(1, 2).flatten(2))
-
-
 def compute_blocks_twice(monkeypatch):
     make = flat.make_schedule
     monkeypatch.setattr(flat, 'make_schedule', lambda model, order: make(model, [*order, *order[::-1]]))
 
 
-@pytest.mark.parametrize('options', [
-    dict(mixer_pattern='YD', linear_conv_kernel_dim=3, document_token=3),
-    dict(mixer_pattern='H', n_kv_head=2), dict(mixer_pattern='AD')], ids=grid_name)
-def test_the_grid_with_what_a_fork_adds(options, monkeypatch):
-    monkeypatch.setitem(flat.MIXERS, 'Y', Canon)
-    monkeypatch.setitem(flat.MIXERS, 'H', SharedKeys)
-    if options['mixer_pattern'] == 'AD':
-        compute_blocks_twice(monkeypatch)
-        test_modules_equal_the_formulas_of_papers(options)
+def test_blocks_that_compute_twice(monkeypatch):
+    compute_blocks_twice(monkeypatch)
+    options = dict(mixer_pattern='AD')
+    test_modules_equal_the_formulas_of_papers(options)
     test_every_parameter_learns(options)
     test_cached_equals_uncached(options, monkeypatch)
 
@@ -529,11 +526,17 @@ def test_the_grid_with_what_a_fork_adds(options, monkeypatch):
 @pytest.mark.parametrize('options', [
     dict(residual_lambdas=True), dict(n_kv_head=2, attn_gate=True, tie_word_embeddings=False),
     {**MLA, 'q_lora_rank': 12}, dict(window=23, window_pattern='G'),
-    dict(n_expert=4, n_shared_expert=1, shared_gate=True, d_expert=24)], ids=grid_name)
+    dict(n_expert=4, n_shared_expert=1, shared_gate=True, d_expert=24),
+    *(dict(mixer_pattern=kind, linear_key_head_dim=6, linear_value_head_dim=8) for kind in 'DKBC')],
+    ids=grid_name)
 def test_flops_are_those_that_torch_counts(options, monkeypatch):
+    """Of layers with a state, the formulas compute one token at a time."""
     if 'residual_lambdas' in options:
         compute_blocks_twice(monkeypatch)
     model = tiny(**options)
+    for mixer in model.mixers if 'linear_key_head_dim' in options else ():
+        formula = functools.partial(formulas.FORMULAS[type(mixer)], model.config, mixer)
+        monkeypatch.setattr(mixer, 'forward', formula)
     with FlopCounterMode(display=False) as counter:  # only forward, with eager_attention, as in training
         model(tokens(model, 2, 24))
     assert 3 * counter.get_total_flops() == flops_per_token(model) * 48
@@ -604,6 +607,34 @@ def test_bfloat16_is_near_float32():
         torch.testing.assert_close(flat.project(x, w, bias).double(), exact, rtol=2**-8, atol=2**-8)
 
 
+@torch.no_grad()
+def test_norms_routers_and_states_are_float32(monkeypatch):
+    """Their inputs are bfloat16, and float64 gives the same results, which norms round once."""
+    model = tiny(n_expert=4, mlp_bias=True, mixer_pattern='DKB', n_layer=3, linear_key_head_dim=8).bfloat16()
+    norm, x = model.ln_f, torch.randn(9, 32).bfloat16()
+    exact = F.rms_norm(x.double(), (32,), norm.weight.double(), 1e-3)
+    torch.testing.assert_close(norm(x).double(), exact, rtol=2**-8, atol=0)
+    route, rule = experts.MoE.route, mixers.gated_delta_rule
+
+    def checked_route(self, x):
+        found = route(self, x)
+        near(found[2], F.linear(x.double(), self.router.weight.double(), self.router.bias.double()), 1e-5)
+        return found
+
+    def checked_rule(*args):
+        found = rule(*args)
+        exact = rule(*(x.double() if torch.is_tensor(x) else x for x in args))
+        for y, expected in zip(found, exact):
+            near(y, expected, 1e-5)
+        return found
+    monkeypatch.setattr(experts.MoE, 'route', checked_route)
+    monkeypatch.setattr(mixers, 'gated_delta_rule', checked_rule)
+    cache = model.make_cache(2, 24)
+    with torch.autocast('cpu', torch.bfloat16):
+        feed(model, tokens(model, 2, 24), [9, 1, 14], cache)
+    assert {layer[1].dtype for layer in cache.states} == {torch.float32}
+
+
 def test_a_loss_in_parts_is_the_loss(monkeypatch):
     logits = torch.randn(2, 8, 61, requires_grad=True)
     targets = torch.randint(-1, 61, (2, 8))
@@ -636,13 +667,6 @@ def test_logits_stay_within_the_graph_of_the_loss():
     loss, _ = torch.compile(model, backend=backend, dynamic=False)(idx, idx)
     torch.testing.assert_close(made[-1][0], loss)
     assert all(x.shape[-1:] != (61,) for outputs in made for x in outputs)
-
-
-def test_gpt2_has_its_number_of_parameters():
-    with torch.device('meta'):
-        gpt2 = GPT(GPTConfig(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, pos='learned',
-                             norm='layernorm', mlp='gelu_tanh', qk_norm=False, bias=True))
-    assert num_params(gpt2) == 124_439_808
 
 
 @pytest.mark.parametrize('options, parts', [

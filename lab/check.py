@@ -1,7 +1,7 @@
 """
-Is the code of model and training still right? Compares a small model of the config's kind with
-formulas of papers (tests/formulas.py), torch's optimizers, and other ways to compute the same
-results.
+Is the code of the model and of an optimizer step still right? Compares a small model of the
+config's kind with formulas of papers (tests/formulas.py), torch's optimizers, and other ways to
+compute the same results. tests/test_check.py checks the other parts of train.py.
 
     python lab/check.py config/llama_small.py
     python lab/check.py --init_from=out       # a small model of the checkpoint's kind
@@ -43,16 +43,18 @@ from sample import load
 
 sys.path.append(f'{ROOT}/tests')
 from formulas import (
-    EXAMPLES,
     FORMULAS,
     LONG,
     OPTIMIZERS,
     cross_entropy,
     decoder,
     initial_values,
+    later_loss,
+    mean_losses,
     moe,
     optimizer_step,
     router_losses,
+    shapes,
 )
 
 # a small model of the same kind -----------------------------------------------------------------------------
@@ -63,7 +65,7 @@ SMALL = dict(  # different sizes, to find mixed-up dimensions
     n_embd=24, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
     linear_value_head_dim=9, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=32,
-    n_group=4, topk_group=2, document_token=3)
+    n_group=4, topk_group=2, document_token=3, window_global=3)
 
 
 def tiny_config(config):
@@ -163,21 +165,15 @@ def check_formulas(config):
     if is_known:
         require_equal(loss, cross_entropy(logits, targets), 'the loss')
     if config.mtp and is_known:
-        share = (targets[:, 1:] >= 0).sum() / (targets >= 0).sum()
-        require_equal(aux['mtp'], cross_entropy(later[:, :-1], targets[:, 1:]) * share, "aux['mtp']")
-    for name, expected in zip(('balance', 'z', 'load'), zip(*routing)):
-        expected = torch.stack(expected)
-        require_equal(aux[name], expected if name == 'load' else expected.mean(), f"aux['{name}']")
-    require_equal(model.eval()(idx), logits, 'logits without gradients')
+        require_equal(aux['mtp'], later_loss(later, targets), "aux['mtp']")
+    for name, expected in mean_losses(routing).items():
+        require_equal(aux[name], expected, f"aux['{name}']")
+    with mock.patch.object(flat, 'BLOCK', SMALL['window'] + 1):
+        require_equal(model.eval()(idx), logits, 'logits without gradients, in blocks of queries')
+    if not others:
+        wrong = {(name, *w.shape) for name, w in model.named_parameters()} ^ shapes(config)
+        assert not wrong, f"parameters are not those of formulas.shapes: {sorted(wrong)}"
     return unknown(others)
-
-
-def check_scalings(config):
-    """Compares rotary scalings with examples."""
-    for name, length, options, *expected in EXAMPLES:
-        found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
-        for y, value in zip(found, expected):
-            require_equal(y, value, f"{name}: frequencies, factor", 1e-4, 0.1)
 
 
 @torch.no_grad()
@@ -196,7 +192,8 @@ def check_start(config):
             require_equal(off, [0, 0], f"mean and deviation of {name}, in deviations", 6 * w.numel() ** -0.5)
 
 
-SIZES = 'block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', 'bias'  # may have no effect
+SIZES = (  # may have no effect
+    'block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', 'bias', 'window_global')
 
 
 def check_options(config):
@@ -216,38 +213,27 @@ def check_options(config):
 
 # one path against another -----------------------------------------------------------------------------------
 
-@torch.no_grad()
-def check_causality(config):
-    """Checks that no token sees a later token."""
-    model = randomized(config)
-    idx = random_tokens(config, 2, LONG)
-    for n in 1, LONG // 2, LONG - 1:
-        other = torch.cat((idx[:, :n], random_tokens(config, 2, LONG - n)), 1)
-        require_equal(model(other)[:, :n], model(idx)[:, :n], f"logits of {n} tokens if later ones change")
-
-
 def check_documents(config):
     """Compares packed documents with separate ones. If it fails, look at make_mask and document_starts."""
     if not all(mixer.documents for mixer in config.mixers):
         return 'not supported by its mixers'
     model = randomized(dataclasses.replace(config, document_token=3))
-    plain = randomized(dataclasses.replace(config, document_token=None))
-    plain.load_state_dict(model.state_dict())
     idx = random_tokens(config, 1, LONG)
     starts = 0, 64, 69, 70, 100  # DeltaNet's blocks have 64 tokens
     idx[0, starts] = 3
     for grad in True, False:
         with torch.set_grad_enabled(grad):
-            alone = torch.cat([*map(plain, idx.tensor_split(starts[1:], 1))], 1)
+            with mock.patch.object(model.config, 'document_token', None):
+                alone = torch.cat([*map(model, idx.tensor_split(starts[1:], 1))], 1)
             require_equal(model(idx), alone, f"documents that start at {starts}")
 
 
 @torch.no_grad()
 def check_cache(config):
-    """Compares one pass with many ways to use caches. If it fails, look at make_mask, Cache, slots and
-    states."""
+    """Compares one pass with many ways to use caches, and so checks that no token sees a later
+    token. If it fails, look at make_mask, Cache, slots and states."""
     model = randomized(config)
-    idx = torch.randint(8, (3, SHORT))  # includes a document_token
+    idx = torch.randint(8, (3, LONG))  # includes a document_token
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
@@ -260,12 +246,15 @@ def check_cache(config):
             found = model(new, cache=cache, keep=keep, lengths=torch.tensor(n) if n is each else None)
             require_equal(found, torch.stack([full[row, a - keep:a] for row, a in zip(rows, at)]),
                           f"{name}, {n} tokens up to {at}")
-    cache = model.make_cache(3, SHORT)
-    feed(cache, 'in odd chunks', (6, 1, 1, 8, 1, 7))
+    cache = model.make_cache(3, LONG)
+    feed(cache, 'in odd chunks', (6, 1, 1, 8, 1, 51, 67, 1))
     cache.reset()
     feed(cache, 'rows of other lengths', ([12, 8, 2], 3, [1, 2, 3], 1))
     cache.select([2, 0, 1, 2])
     feed(cache, 'rows copied by select', (1, 2, [3, 4, 1, 12]), (9, 17, 14, 9), (2, 0, 1, 2))
+    other = model.make_cache(4, LONG)
+    other.put([1, 0, 2, 3], cache)
+    feed(other, 'rows copied by put', (2,), (24, 15, 18, 24), (0, 2, 1, 2))
     with mock.patch.object(torch.compiler, 'is_compiling', lambda: True):
         feed(model.make_cache(3, SHORT, static=True), 'in a static cache', (SHORT - 3, 1, 2))
     cache = model.make_cache(3, SHORT, rolling=False)
@@ -299,15 +288,26 @@ def check_gradients(config):
 
 
 def check_dropout(config):
-    """Checks dropout of the embedding, the attention weights and all branches."""
-    for p in config.dropout, 0.0:
-        model = randomized(config).train(p > 0)
-        with mock.patch.object(F, 'dropout', wraps=F.dropout) as dropout:
-            model(random_tokens(config, 1, SHORT))
-        assert {math.prod(call.args[1:]) for call in dropout.mock_calls} == {p}, f"it is not {p} everywhere"
-        places = 1 + sum(1 + (block.mlp is not None) + isinstance(block.attn, flat.BaseAttention)
-                         for block in model.h)
-        assert not p or dropout.call_count >= places, 'it misses embedding, attention weights or a branch'
+    """Checks where dropout is, with a dropout that zeroes all but the embedding."""
+    model = randomized(dataclasses.replace(config, proj_bias=True, mlp_bias=True)).train()
+    idx = random_tokens(config, 1, SHORT)
+    calls, mixed = [], []
+
+    def dropout(x, p, training=True):
+        calls.append((x, p * training))
+        return x if len(calls) == 1 else 0 * x
+    for part in model.mixers:
+        if isinstance(part, flat.BaseAttention):
+            part.c_proj.register_forward_pre_hook(lambda _, args: mixed.append(args[0]))
+    with mock.patch.object(F, 'dropout', dropout):
+        found = model(idx)
+    assert {p for _, p in calls} == {config.dropout}, f"it is not {config.dropout} everywhere"
+    assert not any(map(torch.any, mixed)), 'it is not on all attention weights'
+    require_equal(calls[0][0], model.eval().embed(flat.make_context(model, idx)), 'what dropout gets first')
+    for name, w in model.state_dict().items():
+        if 'c_proj' in name:
+            w.zero_()
+    require_equal(found, model(idx), 'logits if dropout leaves only the embedding')
 
 
 def check_compiling(config):
@@ -323,7 +323,8 @@ def check_compiling(config):
 
 @mock.patch.object(train, 'rounded', torch.Tensor.bfloat16)  # as in torch's Muon
 def check_updates(config):
-    """Compares two updates with torch's optimizers. If it fails, look at update, OPTIMIZERS and tags."""
+    """Compares two updates with torch's optimizers. If it fails, look at lr_at, update, OPTIMIZERS and
+    tags."""
     machine = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None)
     config = dataclasses.replace(config, balance_bias=False)
     for kind in OPTIMIZERS:
@@ -331,16 +332,20 @@ def check_updates(config):
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}
         run = train.Run(model, train.config | {
             'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99, 'momentum': 0.7,
-            'grad_clip': 0.0, 'optimizer': kind, 'lr_scales': scales}, machine)
+            'warmup_iters': 6, 'max_iters': 20, 'optimizer': kind, 'lr_scales': scales}, machine)
         references = [optimizer_step(model, name, kind, scales) for name in model.tags]
-        for _ in range(2):
+        weights = [reference for reference, _ in references]
+        for it, rate, size in (0, 0.1, 1.0), (13, 0.385, 1e-3):
             start = copy.deepcopy(model.state_dict())
-            for w, (reference, step) in zip(run.params, references):
-                w.grad = reference.grad = torch.randn_like(w)
-                step()
-            train.set_rates(run.optimizers, 0.1)
+            for w, reference in zip(run.params, weights):
+                w.grad = size * torch.randn_like(w)
+                reference.grad = w.grad.clone()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)  # does not change the second gradients
+            for _, step in references:
+                step(rate)
+            train.set_rates(run.optimizers, train.lr_at(it, run.config))
             train.update(run, None)
-            for (name, w), (reference, _) in zip(model.named_parameters(), references):
+            for (name, w), reference in zip(model.named_parameters(), weights):
                 error = (w - reference).norm() / (reference - start[name]).norm()
                 require_equal(error, 0.0, f"{kind}: relative error of the update of {name}", 0.03)
     return unknown(train.OPTIMIZERS.keys() - OPTIMIZERS)
@@ -348,8 +353,8 @@ def check_updates(config):
 
 # report -----------------------------------------------------------------------------------------------------
 
-CHECKS = (check_formulas, check_scalings, check_start, check_options, check_causality, check_documents,
-          check_cache, check_gradients, check_dropout, check_updates, check_compiling)
+CHECKS = (check_formulas, check_start, check_options, check_documents, check_cache, check_gradients,
+          check_dropout, check_updates, check_compiling)
 
 
 def run_check(function, config):

@@ -4,6 +4,7 @@ without cache and dropout. A formula has the arguments config, module and those 
 returns what forward should return, and calls the inner modules, which have their own formulas.
 """
 import functools
+import itertools
 import math
 import types
 
@@ -127,7 +128,7 @@ def state_layer(config, module, x, context):
     if beta:
         q, k, step = F.normalize(q, dim=-1) * q.shape[-1] ** -0.5, F.normalize(k, dim=-1), beta[0].sigmoid()
         step = step[..., None, None]
-    state, out = torch.zeros_like(k[:, 0].mT @ v[:, 0]), []
+    state, out = k.new_zeros(len(x), H, k.shape[-1], v.shape[-1]), []
     for q_t, k_t, v_t, decay_t, step_t in zip(*(y.unbind(1) for y in (q, k, v, decay, step))):
         state = decay_t.mT * state
         wrong = v_t - k_t @ state if beta else v_t
@@ -231,6 +232,14 @@ def router_losses(config, module, x, targets):
     return balance / learned.sum(), z, total
 
 
+def mean_losses(routing):
+    """What router_losses returned for each layer -> what the model returns."""
+    means = {}
+    for name, values in zip(('balance', 'z', 'load'), zip(*routing)):
+        means[name] = torch.stack(values) if name == 'load' else sum(values) / len(values)
+    return means
+
+
 def block(config, module, x, context):
     (_, _, kind, _), placement = letters(config, module.attn.layer), config.norm_placement
 
@@ -311,7 +320,113 @@ def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=-1).flatten(), ignore_index=-1)
 
 
+def later_loss(later, targets):
+    """arXiv:2412.19437, equation 24: the sum of all targets but a row's first, over the number of targets"""
+    share = (targets[:, 1:] >= 0).sum() / (targets >= 0).sum()
+    return cross_entropy(later[:, :-1], targets[:, 1:]) * share
+
+
 # parameters and optimizers ----------------------------------------------------------------------------------
+
+SHAPES = """
+where   | parameters; a norm's have norm_weight, norm_bias | shape | if
+model   | wte.weight | vocab_size, C |
+model   | wpe.weight | block_size, C | pos == 'learned'
+model   | norm ln_embd | C | embed_norm
+model   | resid_lambdas x0_lambdas | n_layer | residual_lambdas
+model   | norm ln_f | C | norm_placement != 'post'
+model   | lm_head.weight | vocab_size, C | not tie_word_embeddings
+model   | lm_head.bias | vocab_size | head_bias
+model   | norm mtp.ln_x mtp.ln_next | C | mtp
+model   | mtp.c_in.weight | C, 2 * C | mtp
+block   | norm ln_1 | C |
+block   | norm ln_2 | C | norms > 1
+block   | norm ln_3 | C | norms > 2 and not (mlp_kind == 'experts' and expert_norms)
+block   | norm ln_4 | C | norms > 3
+A M     | attn.sink | H | attn_sink
+A       | attn.c_attn.weight | H * D + K * D * (2 - k_eq_v) + gate, C |
+A       | attn.c_attn.bias | H * D + K * D * (2 - k_eq_v) + gate | qkv_bias
+A       | norm attn.q_norm | H * D if qk_norm == 'whole' else D | qk_norm not in (False, 'unit')
+A       | norm attn.k_norm | K * D if qk_norm == 'whole' else D | qk_norm not in (False, 'unit')
+A       | attn.c_proj.weight | C, H * D |
+M       | attn.c_attn.weight | (q_lora_rank or q) + kv_lora_rank + qk_rope_head_dim, C |
+M       | attn.c_attn.bias | (q_lora_rank or q) + kv_lora_rank + qk_rope_head_dim | qkv_bias
+M       | norm attn.q_norm | q_lora_rank | q_lora_rank
+M       | attn.c_q.weight | q, q_lora_rank | q_lora_rank
+M       | norm attn.kv_norm | kv_lora_rank |
+M       | attn.c_kv.weight | H * (qk_nope_head_dim + v_head_dim), kv_lora_rank |
+M       | attn.c_proj.weight | C, H * v_head_dim |
+A M     | attn.c_proj.bias | C | proj_bias
+D       | attn.c_attn.weight | 2 * keys + 2 * values + 2 * n, C |
+K       | attn.c_attn.weight | 2 * keys + values + value + n + key, C |
+B       | attn.c_attn.weight | 2 * keys + 2 * values + n, C |
+D K B   | attn.conv | 2 * keys + values, linear_conv_kernel_dim |
+D B     | attn.dt_bias | n |
+K       | attn.dt_bias | keys |
+D K B   | attn.A_log | n |
+D K     | attn.o_norm | value |
+B       | attn.o_norm | values |
+B       | attn.skip | n |
+B       | attn.conv_bias | 2 * keys + values | linear_conv_bias
+K       | attn.c_gate.weight | values, value |
+K       | attn.c_decay.weight | keys, key |
+D K B   | attn.c_proj.weight | C, values |
+C       | attn.c_attn.weight | 3 * C, C |
+C       | attn.conv | C, linear_conv_kernel_dim |
+C       | attn.c_proj.weight | C, C |
+dense   | mlp.c_fc.weight | up * d_ff, C |
+dense   | mlp.c_fc.bias | up * d_ff | mlp_bias
+dense   | mlp.c_proj.weight | C, d_ff |
+dense   | mlp.c_proj.bias | C | mlp_bias
+dense   | mlp.act.alpha_p mlp.act.alpha_n | 1 | mlp == 'xielu'
+experts | mlp.router.weight | E, C |
+experts | mlp.router.bias | E | mlp_bias
+experts | mlp.experts.c_fc.weight | E, up * d_expert, C |
+experts | mlp.experts.c_fc.bias | E, up * d_expert | mlp_bias
+experts | mlp.experts.c_proj.weight | E, C, d_expert |
+experts | mlp.experts.c_proj.bias | E, C | mlp_bias
+experts | mlp.experts.act.alpha_p mlp.experts.act.alpha_n | 1 | mlp == 'xielu'
+experts | mlp.shared.c_fc.weight | up * n_shared_expert * d_expert, C | n_shared_expert
+experts | mlp.shared.c_fc.bias | up * n_shared_expert * d_expert | n_shared_expert and mlp_bias
+experts | mlp.shared.c_proj.weight | C, n_shared_expert * d_expert | n_shared_expert
+experts | mlp.shared.c_proj.bias | C | n_shared_expert and mlp_bias
+experts | mlp.shared.act.alpha_p mlp.shared.act.alpha_n | 1 | n_shared_expert and mlp == 'xielu'
+experts | mlp.shared_gate.weight | 1, C | shared_gate
+experts | norm mlp.ln_router mlp.ln_in mlp.ln_out mlp.ln_shared_in mlp.ln_shared_out | C | expert_norms
+experts | mlp.expert_scale | E | expert_norms
+"""
+
+
+def shapes(config):
+    """{(name, *shape)} of all parameters, by the table SHAPES."""
+    found = set()
+    H, n, key, value = config.n_head, *(getattr(config, f'linear_{part}') or 0 for part in (
+        'n_value_head', 'key_head_dim', 'value_head_dim'))
+    names = dict(
+        vars(config), C=config.n_embd, H=H, E=config.n_expert, n=n, key=key, value=value, values=n * value,
+        keys=(config.linear_n_key_head or 0) * key, up=1 + ('glu' in config.mlp),
+        q=H * ((config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0)))
+
+    def add(places, prefix, **more):
+        for row in SHAPES.splitlines()[2:]:
+            place, parameters, shape, condition = map(str.strip, row.split('|'))
+            if {*place.split()} & places and eval(condition or 'True', names, more):
+                first, *others = parameters.split()
+                ends = ('.weight', '.bias')[not config.norm_weight:1 + config.norm_bias]
+                found.update((prefix + name + end, *eval(f'{shape},', names, more))
+                             for name, end in (itertools.product(others, ends) if first == 'norm'
+                                               else itertools.product([first, *others], [''])))
+    add({'model'}, '')
+    blocks = [(f'h.{layer}.', layer) for layer in range(config.n_layer)]
+    for prefix, layer in blocks + [('mtp.block.', config.n_layer - 1)] * config.mtp:
+        mixer, window, kind, _ = letters(config, layer)
+        fields = vars(config) | (config.local or {} if window != 'L' else {})
+        D, kind = fields['head_dim'], {'E': 'experts', 'D': 'dense', 'N': 'none'}[kind]
+        add({'block', mixer, kind}, prefix, D=D, K=fields['n_kv_head'], k_eq_v=fields['k_eq_v'],
+            mlp_kind=kind, gate={False: 0, True: H * (D or 0), 'head': H}[config.attn_gate],
+            norms=1 if kind == 'none' else {'sandwich': 4, 'parallel': 1}.get(config.norm_placement, 2))
+    return found
+
 
 def initial_values(config):
     """Rows of (parts of names, group, mean, standard deviation; None: sqrt(1 / (3 columns))). The first row
@@ -333,13 +448,18 @@ OPTIMIZERS = 'adamw', 'muon'  # in optimizer_step
 
 
 def optimizer_step(model, name, kind, scales):
-    """A copy of a parameter, and a function that updates it by torch's AdamW, or if it is a matrix by Muon on
-    each projection and expert. The rate is 0.1 times the scale of its group, the decay 0.05."""
+    """A copy of a parameter, and a function of the rate that updates it by torch's AdamW, or if it is a
+    matrix by Muon on each projection and expert. The rate is scaled by group, a decay of 0.5 is not."""
     module, group = model.get_submodule(name.rpartition('.')[0]), model.tags[name].group
-    copy, rate = model.get_parameter(name).detach().clone(), 0.1 * scales[group]
-    decay = 0.05 * (group not in ('vector', 'scalar'))
+    copy, scale = model.get_parameter(name).detach().clone(), scales[group]
+    decay = 0.5 * (group not in ('vector', 'scalar'))
+    adamw = torch.optim.AdamW([copy], 0.0, (0.5, 0.99), weight_decay=decay / scale)
+
+    def adamw_step(rate):
+        adamw.param_groups[0]['lr'] = rate * scale
+        adamw.step()
     if kind == 'adamw' or group != 'matrix':
-        return copy, torch.optim.AdamW([copy], rate, (0.5, 0.99), weight_decay=decay / rate).step
+        return copy, adamw_step
 
     def parts(x):
         rows = getattr(module, 'widths', x.shape[-2])
@@ -347,12 +467,12 @@ def optimizer_step(model, name, kind, scales):
     moves = [torch.zeros_like(part) for part in parts(copy)]
     muon = torch.optim.Muon(moves, 1.0, 0.0, 0.7, adjust_lr_fn='match_rms_adamw')
 
-    def step():
+    def step(rate):
         for move, grad in zip(moves, parts(copy.grad)):
             move.grad = grad
         muon.step()
         for part, move in zip(parts(copy), moves):
-            part.mul_(1 - decay).add_(move, alpha=rate)
+            part.mul_(1 - decay * rate).add_(move, alpha=rate * scale)
             move.zero_()
     return copy, step
 
@@ -361,7 +481,9 @@ LONGROPE = dict(original_max_position_embeddings=64, short_factor=[1] * 4, long_
 EXAMPLES = (  # rotary scalings by 8 of the frequencies 1, 1/2, 1/4, 1/8 (base 16): name, length, options, and
     # by the papers' formulas the new frequencies and the factor on cos and sin
     ('linear', 15, {}, [0.125, 0.0625, 0.03125, 0.015625], 1),
+    ('ntk', 15, {}, [1, 0.25, 0.0625, 0.015625], 1),
     ('dynamic', 15, dict(original_max_position_embeddings=8), [1, 0.25, 0.0625, 0.015625], 1),
+    ('dynamic', 7, dict(original_max_position_embeddings=8), [1, 0.5, 0.25, 0.125], 1),
     ('yarn', 15, dict(original_max_position_embeddings=500, mscale=0.7, mscale_all_dim=0.4),
      [1, 0.5, 41 / 192, 17 / 192], (0.07 * math.log(8) + 1) / (0.04 * math.log(8) + 1)),
     ('yarn', 15, dict(original_max_position_embeddings=500, attention_factor=1.5),

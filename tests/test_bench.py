@@ -13,6 +13,7 @@ import pytest
 import torch
 from common import EVAL, ROOT, bench, log_rows, run, tok_oracles, train, write_packed
 
+import bench as flat_bench
 import model as flat
 import train as flat_train
 from model import GPT, flops_per_token, num_params
@@ -55,8 +56,10 @@ def test_params_counts_a_real_model(capsys):
     assert numbers['params'] == params
     assert numbers['flops_per_token'] == flops
     assert re.search('^head .is wte.weight. .* 3,904 .* 11,712 ', out, re.M)
-    # three layers cache the convolution's inputs and the state, one caches the window's keys and values
-    assert numbers['cache_bytes'] == 4 * (3 * (3 * 96 + 4 * 8 * 8) + 8 * 2 * 32)
+    cache = model.bfloat16().make_cache(1, 24)
+    n_bytes = sum(x.nbytes for x in itertools.chain(*cache.states))  # the last slot is for padding
+    n_bytes += sum(x[:, :, 1:].nbytes for x in itertools.chain(*cache.slots))
+    assert flat_bench.cache_bytes(model, 24, torch.bfloat16) == n_bytes
 
 
 @pytest.mark.parametrize('options, width, cached', [

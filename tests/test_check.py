@@ -1,16 +1,19 @@
 """Tests of lab/check.py: it finds planted mistakes, and passes correct models."""
+import copy
 import math
 import re
+import types
 
 import pytest
 import torch
 from common import ROOT, run
+from test_train import new_run
 
 import model as flat
 import train as flat_train
 from lab import check
 from model import GPTConfig
-from test_model import MLA, YARN, SharedKeys
+from test_model import YARN
 
 HYBRID = dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4)
 MOE = dict(n_expert=4, router='sigmoid', balance_bias=True, d_expert=24)
@@ -39,7 +42,7 @@ MISTAKES = [
      lambda f: lambda self, q, *rest: f(self, q.detach(), *rest),
      check.check_gradients, r'h\.1\.attn\.\w+\.weight'),
     ('branches without dropout', {}, flat.Block, 'branch', lambda f: lambda self, y: y,
-     check.check_dropout, 'it misses embedding'),
+     check.check_dropout, 'logits if dropout leaves only the embedding'),
     ('documents that see each other', dict(document_token=3), flat, 'find_starts',
      lambda f: lambda *args: 0 * f(*args), check.check_documents, r'first at \[0, 64, 0\]'),
     ('select that forgets states', HYBRID, flat.Cache, 'select', select_but_states,
@@ -60,12 +63,10 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
 
 
 @pytest.mark.parametrize('options', [
-    dict(n_dense_layer=1, n_group=2, topk_group=1, **MLA, **MOE),
     dict(HYBRID, n_layer=27, mixer_pattern='DDDADDDADDDADDDADDDADDDADDA', attn_gate=True, document_token=3),
     dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 64, 'start': 1}, window=5, bias=True,
          window_pattern='LC', local={'rope_base': 50.0, 'rope_scaling': YARN}, norm='layernorm',
-         expert_pattern='NED', expert_input_scale=True, **MOE),
-    dict(mixer_pattern='CK', mtp=True, residual_lambdas=True)], ids=str)
+         expert_pattern='NED', expert_input_scale=True, **MOE)], ids=str)
 def test_correct_models_pass(options):
     small = check.tiny_config(GPTConfig(**options))
     assert small.n_layer <= 7
@@ -84,16 +85,51 @@ def test_a_forks_layer_without_formula_passes(monkeypatch):
         assert check.check_formulas(check.tiny_config(GPTConfig(**options))) == f'no formula for {name}'
 
 
-def test_a_forks_randomness_and_shared_keys_pass(monkeypatch):
+def test_a_forks_randomness_passes(monkeypatch):
     branch = flat.Block.branch
 
     def drop_path(self, y):
         return branch(self, y) * ((torch.rand(len(y), 1, 1) < 0.5) * 2 if self.training else 1)
     monkeypatch.setattr(flat.Block, 'branch', drop_path)
-    monkeypatch.setitem(flat.MIXERS, 'H', SharedKeys)
-    small = check.tiny_config(GPTConfig(mixer_pattern='H', n_kv_head=2, mtp=True))
+    small = check.tiny_config(GPTConfig(n_kv_head=2, mtp=True))
     for function in check.check_formulas, check.check_gradients, check.check_updates:
         function(small)
+
+
+def test_training_equals_single_batches():
+    """Masked micro-batches with further losses, evaluation without dropout, and the order of sequences."""
+    config = check.tiny_config(GPTConfig(mtp=True, **MOE))
+    inputs = check.random_tokens(config, 9, 136)
+    targets = inputs.roll(-1, 1).where(torch.rand(9, 136) < torch.rand(9, 1), -1)
+    bins = types.SimpleNamespace(masks=True, n_sequences=lambda size: 9, batch=lambda rows, size: (
+        inputs.numpy()[rows], targets.numpy()[rows]))
+    run = new_run(check.trainable(config), batch_size=3, gradient_accumulation_steps=3, max_iters=1,
+                  balance_loss=0.1, z_loss=0.01)
+    with_dropout = new_run(check.randomized(config).train(), batch_size=4)
+    for n_batches, rows in (1, [0, 2, 4, 6]), (5, [*range(9)]):
+        loss, *_ = flat_train.evaluate(with_dropout, bins, n_batches)
+        expected, _ = with_dropout.model.eval()(inputs[rows], targets[rows])
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+    batch, = flat_train.read_batches(run, bins)
+    read = torch.cat([x for x, _, _ in batch]).tolist()
+    assert sorted(read) == sorted(inputs.tolist()) and read != inputs.tolist()
+    found, load = flat_train.gradients(run, batch)
+    loss, aux = run.model(inputs, targets)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5) and torch.equal(load, aux['load'])
+    further = sum(check.weighted(run.model(x, y)[1] | {'mtp': aux['mtp']}) for x, y, _ in batch)
+    for w, grad in zip(run.params, torch.autograd.grad(loss + further / 3, run.params)):
+        torch.testing.assert_close(w.grad, grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
+def test_a_skipped_update_changes_nothing(kind):
+    run = new_run(check.randomized(check.tiny_config(GPTConfig(**MOE))).train(), optimizer=kind)
+    idx = torch.randint(61, (2, 16))
+    flat_train.step(run, [(idx, idx, 1.0)])
+    before = copy.deepcopy(run.snapshot())
+    flat_train.step(run, [(idx, idx, math.nan)])
+    for part in 'model', 'optimizer':
+        torch.testing.assert_close(run.snapshot()[part], before[part], atol=0, rtol=0)
 
 
 SCHEDULES = {  # (share of the decay done, cooldown) -> share of the peak
@@ -109,6 +145,12 @@ def test_rates_equal_their_formulas():
         for it in range(0, 140, 5):
             expected = 0.1 + 0.9 * share(min((it - 10) / 100, 1), 0.4) if it >= 10 else (it + 1) / 11
             assert flat_train.lr_at(it, settings | {'lr_schedule': name}) == pytest.approx(expected)
+
+
+def test_defaults_are_those_of_nanogpt_and_papers():
+    for setting in ["eval_interval=2000", "eval_iters=200", "gradient_accumulation_steps=40", "batch_size=12", "max_iters=600000", "learning_rate=0.0006", "weight_decay=0.1", "beta1=0.9", "beta2=0.95", "grad_clip=1.0", "warmup_iters=2000", "decay_lr=True", "momentum=0.95", "mtp_loss=0.3", "balance_loss=0.01", "z_loss=0.0", "balance_rate=0.001", "lora_alpha=16.0", "lr_schedule=cosine", "cooldown=0.4", "seed=1337"]:
+        name, value = setting.split('=')
+        assert str(flat_train.config[name]) == value, name
 
 
 def test_dropout_is_keyed_by_seed_iteration_and_rank():

@@ -51,11 +51,15 @@ def test_sample_token_draws_from_the_distribution():
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])  # probabilities 0.064, 0.470, 0.173, 0.009, 0.285
     u, seen = (torch.arange(4000) + 0.5) / 4000, torch.tensor([True, False, True, True, False])
     penalised, every = torch.tensor([0.5, 3.0, 1.0, -2.0, 2.5]), [0, 1, 2, 3, 4]
+    each = dict(seen=seen, repetition_penalty=2.0, temperature=2.0)
     for options, scores, kept in [
             ({}, logits, every), (dict(temperature=0.5), 2 * logits, every), (dict(top_k=2), logits, [1, 4]),
             (dict(seen=seen, repetition_penalty=2.0), penalised, every), (dict(top_p=0.46), logits, [1]),
             (dict(top_p=0.75), logits, [1, 4]), (dict(top_p=1e-9), logits, [1]),
-            (dict(min_p=0.3), logits, [1, 2, 4]), (dict(temperature=0, top_k=3, top_p=0.9), logits, [1])]:
+            (dict(min_p=0.3), logits, [1, 2, 4]),
+            (dict(each, top_p=0.8, min_p=0.3), penalised / 2, [1, 2, 4]),
+            (dict(each, top_k=3, top_p=0.8, min_p=0.1), penalised / 2, [1, 4]),
+            (dict(temperature=0, top_k=3, top_p=0.9), logits, [1])]:
         p = torch.zeros(5)
         p[kept] = scores[kept].softmax(-1)
         tokens = sample_token(logits.expand(4000, -1), u, **{'temperature': 1.0, **options})
@@ -86,6 +90,8 @@ def test_generate_equals_uncached_generation_for_ragged_batches(variant, monkeyp
     options['seed'] = 7
     assert made(model, PROMPTS, 40, **options) == expected  # 40 more: the context fills repeatedly
     assert made(model, PROMPTS[:1], 40, **options) == expected[:1]
+    one, other = made(model, PROMPTS[:1] * 2, 40, **options)
+    assert one == expected[0] != other
     monkeypatch.setattr(flat_sample, 'PREFILL', 12)  # long prompts are fed a few tokens at a time
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
     monkeypatch.setattr(flat_sample, 'AHEAD', {'cpu'})
