@@ -14,7 +14,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from zoo import families
 
+HARMLESS = '''
+    _* add_cross_attention name name_or_path architectures attention_softmax_in_fp32 *_attentions auto_map
+    *aux_loss* bad_words_ids begin_suppress_tokens cache_implementation chunk_size diversity_penalty
+    do_sample *dropout* dtype early_stopping encoder_no_repeat_ngram_size eos_token_ids
+    exponential_decay_length_penalty forced_* *hidden_states id2label init_device init_std
+    *initializer_range is_decoder label2id language layerdrop learned_pos_emb length_penalty logits_to_keep
+    *loss_alpha *loss_coef* mamba_ssm_*dtype max_length max_sequence_length min_length mtp_*
+    no_repeat_ngram_size output_router_logits output_scores *_pdrop prefix pretraining_tp problem_type
+    remove_invalid_values reorder_and_* repetition_penalty rescale_prenorm_residual residual_in_fp32
+    return_dict return_dict_in_generate router_jitter_noise *scale_attention_softmax_in_fp32 seq_aux
+    slow_but_exact summary_* suppress_tokens task_* temperature tf_legacy_loss time_step_floor time_step_max
+    time_step_min [!n]*_token *_token_id tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p num_beam_groups num_beams num_labels
+    num_logits_to_keep num_mtp_* num_nextn_predict_layers num_return_sequences use_bfloat16 use_cache
+    use_mamba_kernels z_loss_coefficient
+'''  # these have no effect on logits
 KIMI_K2 = dict(moe_layer_freq=1, scoring_func='sigmoid', topk_method='noaux_tc')  # the rest as DeepSeek-V3
+MINIMIND = dict.fromkeys(('rope_scaling', 'rope_theta'))
 
 
 def fields_of(cls):
@@ -47,12 +64,12 @@ def defaults_of(kind):
     unneeded = {*fields_of(transformers.PreTrainedConfig), *families.SHARED}
     return json.loads(json.dumps({
         name: value for name, value in found.items() if name not in unneeded
-        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in families.HARMLESS.split())}))
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in HARMLESS.split())}))
 
 
 def all_defaults():
     found = {kind: defaults_of(kind) for kind in families.FAMILIES if kind not in ('kimi_k2', 'minimind')}
-    return found | {'kimi_k2': found['deepseek_v3'] | KIMI_K2}
+    return found | {'kimi_k2': found['deepseek_v3'] | KIMI_K2, 'minimind': MINIMIND}
 
 
 if __name__ == '__main__':

@@ -27,6 +27,7 @@ from test_model import near, tiny
 from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, make_tokenizer
 from zoo import gguf as zoo_gguf
 from zoo import hub, weights
+from zoo.families import Stored
 from zoo.tokenizer_json import JsonTokenizer, byte_chars, to_json
 
 gguf = pytest.importorskip('gguf')
@@ -102,8 +103,9 @@ SIZES = {'context_length': 64, 'block_count': 2, 'embedding_length': 32, 'feed_f
 def config_of(monkeypatch, arch, **changes):
     """The GPTConfig of a file with these keys."""
     keys = {f'{arch}.{name.replace("__", ".")}': value for name, value in (SIZES | changes).items()}
-    keys |= {'general.architecture': arch, 'tokenizer.ggml.tokens': ['a', 'b']}
-    monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {}))
+    keys |= {'general.architecture': arch}
+    monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {
+        'token_embd.weight': Stored(None, '', (2, 32), 'F32')}))
     return hub.read_published('x.gguf')[1]
 
 

@@ -517,7 +517,6 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
      "llama with is_causal=False, quantization_config={'quant_method': 'awq'} is unsupported"),
     (dict(model_type='olmoe', sliding_window=8), 'olmoe with sliding_window=8'),
     (dict(model_type='phi', qk_layernorm=True), 'phi with qk_layernorm=True is unsupported'),
-    (dict(model_type='minimind', use_magic=1), 'minimind with use_magic=1 is unsupported'),
     (dict(model_type='qwen3_moe', decoder_sparse_step=2), 'qwen3_moe with decoder_sparse_step=2'),
     (dict(model_type='ernie4_5_moe', moe_layer_end_index=1), 'ernie4_5_moe with moe_layer_end_index=1'),
     (dict(quantization_config={'quant_method': 'fp8', 'weight_block_size': [64, 64]}), 'llama with quantiz'),

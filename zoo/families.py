@@ -2,7 +2,6 @@
 The published model families. Call `add` to add one.
 """
 import collections
-import fnmatch
 import inspect
 import itertools
 import json
@@ -11,8 +10,8 @@ import typing
 
 import torch
 
-from configurator import ROOT, declared, unmet
-from model import LOCAL, ROPE_SCALINGS, GPTConfig, complete_scaling, letter, round_up
+from configurator import ROOT, checked, declared, unmet
+from model import LOCAL, ROPE_SCALINGS, GPTConfig, complete_scaling, letter, rope_table, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -34,7 +33,7 @@ class Family(typing.NamedTuple):
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each
     #                             fused projection) -> our row numbers for each stored tensor
     layouts: dict = {}          # our tensor: Layout
-    harmless: str = ''          # patterns of config.json's fields without effect
+    harmless: str = ''          # config.json's fields without effect
     layers: str = 'L'           # letters of LAYER_TYPES, repeated, if config.json has no layer_types
     exports: bool = True        # False: cannot be written
 
@@ -528,7 +527,7 @@ LATENT = dict(
     fixed=dict(latent_norm_eps=1e-6),
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
-    harmless='head_dim num_key_value_heads qk_head_dim',
+    harmless='head_dim num_key_value_heads',
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
@@ -539,7 +538,8 @@ add('deepseek_v3', like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', ru
 add('youtu', like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
 add(
     'deepseek_v32', 'deepseek_v3', 'DeepseekV32ForCausalLM', exports=False,
-    harmless=f"index* {LATENT['harmless']}",
+    harmless=f"""{LATENT['harmless']} index_head_dim index_n_heads index_skip_topk_offset index_topk
+             index_topk_freq index_topk_pattern indexer_types""",
     rules=(MLP_TYPES, Rule('', read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts num_local_experts', n_shared_expert='num_shared_experts',
                     norm_topk_prob=None, n_group=None, topk_group=None)
@@ -801,8 +801,6 @@ add(
     rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS)
 add(
     'minimind', 'qwen3_moe', 'MiniMindForCausalLM', exports=False,  # transformers lacks it
-    harmless='decoder_sparse_step flash_attn head_dim inference_rope_* n_shared_experts num_key_value_heads '
-             'scoring_func',
     rules=(Rule('use_moe n_routed_experts', read_minimind),))
 add(
     'qwen2_moe', 'qwen2', 'Qwen2MoeForCausalLM', layers='L',
@@ -1022,25 +1020,10 @@ DEFAULTS = json.loads((ROOT / 'zoo/defaults.json').read_text())
 SHARED = dict(is_causal=True, per_layer_config=None, quantization_config=None)
 READ = '''
     attn_config full_attention_interval global_attn_every_n_layers layer_types layers_block_type
-    max_window_layers original_max_position_embeddings partial_rotary_factor rope_* rotary_emb_base rotary_pct
-    *sliding_window*
+    max_window_layers original_max_position_embeddings partial_rotary_factor rope_local_base_freq
+    rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct sliding_window sliding_window_pattern
+    use_sliding_window
 '''  # functions below read these
-HARMLESS = '''
-    _* add_cross_attention name name_or_path architectures attention_softmax_in_fp32 *_attentions auto_map
-    *aux_loss* bad_words_ids begin_suppress_tokens cache_implementation chunk_size diversity_penalty
-    do_sample *dropout* dtype early_stopping encoder_no_repeat_ngram_size eos_token_ids
-    exponential_decay_length_penalty forced_* *hidden_states id2label init_device init_std
-    *initializer_range is_decoder label2id language layerdrop learned_pos_emb length_penalty logits_to_keep
-    *loss_alpha *loss_coef* mamba_ssm_*dtype max_length max_sequence_length min_length mtp_*
-    no_repeat_ngram_size output_router_logits output_scores *_pdrop prefix pretraining_tp problem_type
-    remove_invalid_values reorder_and_* repetition_penalty rescale_prenorm_residual residual_in_fp32
-    return_dict return_dict_in_generate router_jitter_noise *scale_attention_softmax_in_fp32 seq_aux
-    slow_but_exact summary_* suppress_tokens task_* temperature tf_legacy_loss time_step_floor time_step_max
-    time_step_min [!n]*_token *_token_id tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p num_beam_groups num_beams num_labels
-    num_logits_to_keep num_mtp_* num_nextn_predict_layers num_return_sequences use_bfloat16 use_cache
-    use_mamba_kernels z_loss_coefficient
-'''  # these have no effect on logits
 
 
 # config.json ------------------------------------------------------------------------------------------------
@@ -1048,11 +1031,17 @@ HARMLESS = '''
 def config_from_hf(c):
     """config.json -> GPTConfig. Raises ValueError, naming everything unsupported."""
     try:
-        fields = read_config(c)
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        config = GPTConfig(**{name: checked('config.json', name, value, KNOWN)
+                              for name, value in read_config(c).items()})
+        for i in range(config.n_layer * (config.pos == 'rope')):
+            rope_table(config.at(i).rope_kind, torch.empty(1, 1, device='meta'), config.block_size)
+        return config
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"config.json of a {c.get('model_type')} lacks a field or has a value that does not "
-                         f"fit: {error!r}") from error
-    return GPTConfig(**fields)
+                         f"fit: {error!r:.200}") from error
+
+
+KNOWN = declared(ROOT / 'model.py')
 
 
 def read_config(c):
@@ -1060,7 +1049,7 @@ def read_config(c):
     c = text_config(c)
     kind = c.get('model_type')
     family = family_of(kind)
-    usual = SHARED | DEFAULTS.get(kind, {})
+    usual = SHARED | DEFAULTS[kind]
     packed = c.get('quantization_config') or {}
     is_read = packed.get('quant_method') in ('mxfp4', 'fp8')
     if is_read and packed.get('weight_block_size') in (None, [128, 128]):
@@ -1068,12 +1057,11 @@ def read_config(c):
     c = (c.get('attn_config') or {}) | c  # MPT nests these fields
     rules = ' '.join(rule.names for rule in family.rules).split()
     ours = ['model_type', *rules, *' '.join(family.fields.values()).split()]
-    if kind in DEFAULTS:
-        c = {name: value for name, value in c.items()
-             if name in ours or name in usual and (name, value) != ('rope_parameters', None)}
-    known = [*ours, *f'{READ} {HARMLESS} {family.harmless}'.split()]
-    refuse(c, **{name: value for name, value in c.items() if (value or None) != (usual.get(name) or None)
-                 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)})
+    c = {name: value for name, value in c.items()
+         if name in ours or name in usual and (name, value) != ('rope_parameters', None)}
+    known = {*ours, *f'{READ} {family.harmless}'.split()}
+    refuse(c, **{name: value for name, value in c.items()
+                 if name not in known and (value or None) != (usual.get(name) or None)})
     args = dict(family.fixed)
     for ours, theirs in family.fields.items():
         names = theirs.split()
@@ -1083,6 +1071,8 @@ def read_config(c):
             given = [False]  # null
         if given:
             args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
+    if args.get('n_layer', 0) * max(1000, args.get('n_expert') or 0) > 10**6:  # loops would not end
+        refuse(c, **args)
     c = dict.fromkeys(rules) | usual | c
     read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
@@ -1093,7 +1083,7 @@ def read_config(c):
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:
         args.pop('n_dense_layer', None)
-    return {name: value for name, value in args.items() if value is False or value != 0}
+    return {name: value for name, value in args.items() if value is False or value not in (None, 0)}
 
 
 def family_of(kind):
@@ -1152,9 +1142,8 @@ def rope_fields(given, c, args):
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
         if kind in ROPE_SCALINGS:
-            options = inspect.signature(ROPE_SCALINGS[kind])
-            scaling = {name: value for name, value in scaling.items() if name in options.parameters}
-            options.bind(..., ..., ..., **scaling)  # raises TypeError if an option is missing
+            options = inspect.signature(ROPE_SCALINGS[kind]).parameters
+            scaling = {name: value for name, value in scaling.items() if name in options}
         found['rope_scaling'] = scaling | {'rope_type': kind}
     return found
 
@@ -1238,9 +1227,8 @@ def canonical(config):
               'attn_scale': [round(scale(config.at(i)), 9) for i in layers],
               'logit_scale': round(config.logit_scale, 9),
               'd_ff': config.d_ff if 'D' in patterns['expert_pattern'] else None}
-    known = declared(ROOT / 'model.py')
     return {name: value for name, value in values.items()
-            if name not in NO_EFFECT and not unmet(known[name].rules, {}, vars(config))}
+            if name not in NO_EFFECT and not unmet(KNOWN[name].rules, {}, vars(config))}
 
 
 def write_config(config, kind):
