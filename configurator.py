@@ -316,12 +316,10 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        if getattr(error, 'filename', None) or on_purpose(error):  # the error names the file
+        if getattr(error, 'filename', None) or on_purpose(error):  # it already names the file
             raise
-        if os.path.isfile(path) and os.path.getsize(path) < 999 and b'//git-lfs' in Path(path).read_bytes():
-            raise ValueError(f"{path} is a pointer of git-lfs: run `git lfs pull`, or download it") from error
-        raise ValueError(f"cannot read {path}, which is damaged or has another format: {error!r:.150}"
-                         ) from error
+        raise ValueError(f"cannot read {path}, which is damaged, a pointer of git-lfs (run `git lfs pull`), "
+                         f"or has another format: {error!r:.150}") from error
 
 
 @contextlib.contextmanager

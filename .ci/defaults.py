@@ -30,8 +30,15 @@ HARMLESS = '''
     num_logits_to_keep num_mtp_* num_nextn_predict_layers num_return_sequences use_bfloat16 use_cache
     use_mamba_kernels z_loss_coefficient
 '''  # these have no effect on logits
+HARMLESS_IN = {  # model_type: further patterns
+    'gemma4_text': 'use_double_wide_mlp vocab_size_per_layer_input',  # supported sizes have no such layers
+    'gemma4_unified_text': 'use_double_wide_mlp', 'gpt_neox': 'head_dim', 'bamba': 'mamba_d_head',
+    'granitemoehybrid': 'mamba_d_head', 'ernie4_5_moe': 'moe_norm_min', 'hy_v3': 'enable_moe_fp32_combine',
+    'nemotron_h': 'attention_bias expand moe_shared_expert_overlap n_shared_experts'}
+LATENT = 'head_dim num_key_value_heads index_[!t]* index_topk_* indexer_types'  # with kv_lora_rank
 KIMI_K2 = dict(moe_layer_freq=1, scoring_func='sigmoid', topk_method='noaux_tc')  # the rest as DeepSeek-V3
-MINIMIND = dict.fromkeys(('rope_scaling', 'rope_theta'))
+SHARED = dict(is_causal=True, per_layer_config=None, quantization_config=None)
+MINIMIND = SHARED | dict.fromkeys(('rope_scaling', 'rope_theta'))
 
 
 def fields_of(cls):
@@ -61,10 +68,12 @@ def defaults_of(kind):
         elif kind != 'apertus' and (  # published files of Apertus without rope_scaling have no scaling
                 config.rope_parameters.keys() - {'rope_theta', 'rope_type', 'partial_rotary_factor'}):
             found['rope_parameters'] = config.rope_parameters
-    unneeded = {*fields_of(transformers.PreTrainedConfig), *families.SHARED}
-    return json.loads(json.dumps({
-        name: value for name, value in found.items() if name not in unneeded
-        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in HARMLESS.split())}))
+    unneeded = {*fields_of(transformers.PreTrainedConfig), *SHARED}
+    ours = ' '.join(families.FAMILIES[kind].fields.values()).split()
+    patterns = f"{HARMLESS} {HARMLESS_IN.get(kind, '')} {LATENT if 'kv_lora_rank' in ours else ''}".split()
+    return SHARED | json.loads(json.dumps({
+        name: value for name, value in found.items() if name not in unneeded and (
+            name in ours or not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))}))
 
 
 def all_defaults():

@@ -163,8 +163,16 @@ def contents(path):
     """A file's (keys, {name: Stored}). Cached: reading takes seconds, and the tokenizer needs the
     keys too."""
     gguf = package('gguf', *NEED)
-    parts = sorted(glob.glob(glob.escape(path).replace('-00001-of-', '-*-of-')))
-    readers = [*map(gguf.GGUFReader, parts)]
+
+    class Reader(gguf.GGUFReader):
+        """Stops at the end of a damaged file."""
+        def _get(self, offset, *args, **options):
+            if offset >= len(self.data):
+                raise EOFError
+            return super()._get(offset, *args, **options)
+
+    parts = glob.glob(glob.escape(path).replace('-00001-of-', '-*-of-'))
+    readers = [*map(Reader, sorted(parts))]
     keys = {key: field.contents() for key, field in readers[0].fields.items()}
     if len(parts) < (n := keys.get('split.count', 1)):
         raise ValueError(f"{path} is one of {n} parts: give the first, in a folder with the others")

@@ -66,8 +66,8 @@ def files(folder, pattern):
     found = sorted(pathlib.Path(folder).glob(pattern))
     if not found:
         raise FileNotFoundError(f"{folder}/{pattern} is missing: a model needs config.json, all its "
-                                "safetensors and tokenizer.json; export a run, merge PEFT's adapters into "
-                                "their base, or convert other formats")
+                                "safetensors and tokenizer.json; convert other formats, export runs and "
+                                "merge PEFT's adapters into their base")
     return found
 
 
@@ -264,12 +264,12 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
 
 def published_tokenizer(path):
     """The tokenizer of a folder, tokenizer.json or GGUF file. Raises FileNotFoundError or ValueError."""
-    with reading(path):
-        if path.endswith('.gguf'):
+    if path.endswith('.gguf'):
+        with reading(path):
             return gguf.read_tokenizer(path)
-        if not os.path.isfile(path):
-            files(path, 'tokenizer.json')
-        return json_tokenizer(path)
+    if not os.path.isfile(path):
+        files(path, 'tokenizer.json')
+    return json_tokenizer(path)
 
 
 # the hub ----------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class JsonTokenizer(Tokenizer):
         self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
                                for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
+        if self.n_vocab > 10**7:  # tables would fill the memory
+            raise ValueError(f"tokenizer.json has a token with id {self.n_vocab - 1}, which cannot be meant")
         self.eos_tokens = [i for i in self.config.get('eos_token_id', ()) if i in self.tokens]
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((vocab[end] for end in ends if end in vocab), *self.eos_tokens[:1] or [None])
@@ -122,7 +124,8 @@ def json_tokenizer(path):
         i for name in ('generation_config.json', 'config.json')
         for i in np.ravel(json_object(folder / name).get('eos_token_id')).tolist()]
     file = folder / 'tokenizer.json' if path.is_dir() else path
-    return JsonTokenizer(file.read_bytes().decode(), config)  # bytes keep line ends
+    with reading(file):
+        return JsonTokenizer(file.read_bytes().decode(), config)  # bytes keep line ends
 
 
 def bpe_json(vocab, merges, patterns, special, byte_level=True):
