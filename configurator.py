@@ -330,8 +330,8 @@ def reading(path):
         cause = re.sub(r'\x1b\[\d*m', '', f'{type(error).__name__}: {error}')  # no codes for bold letters
         if name := re.search(r'GLOBAL (\S+)', cause):  # torch.load's message is long
             cause = f'it contains {name[1]}, but only tensors and plain values can be read'
-        raise ValueError(f"cannot read {path}, which is damaged or has another format: "
-                         f"{textwrap.shorten(cause, 300)}") from error
+        raise ValueError(f"cannot read {path}, which is damaged, a pointer of git-lfs (run `git lfs pull`), "
+                         f"or has another format: {textwrap.shorten(cause, 300)}") from error
 
 
 @contextlib.contextmanager

@@ -171,15 +171,15 @@ class Tokenizer:
         if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or prepare '
                              'the data with another tokenizer, like --tokenizer=bpe:4096')
-        if isinstance(template, list):
-            named = {entry['name']: entry['template'] for entry in template}
-            template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
         messages = json_value(messages)
         for one in messages:
             if thoughts := next(filter(None, map(one.get, THOUGHTS)), None):
                 one.update(dict.fromkeys(THOUGHTS, thoughts))
         switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
         try:
+            if isinstance(template, list):
+                named = {entry['name']: entry['template'] for entry in template}
+                template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
             return compile_template(template).render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **self.chat_variables, **switch)

@@ -2,6 +2,7 @@
 node-llama-cpp (npm install node-llama-cpp)."""
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from test_model import near, tiny
 from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, make_tokenizer
 from zoo import gguf as zoo_gguf
 from zoo import hub, weights
+from zoo.families import Stored
 from zoo.tokenizer_json import JsonTokenizer, byte_chars, to_json
 
 gguf = pytest.importorskip('gguf')
@@ -102,8 +104,9 @@ SIZES = {'context_length': 64, 'block_count': 2, 'embedding_length': 32, 'feed_f
 def config_of(monkeypatch, arch, **changes):
     """The GPTConfig of a file with these keys."""
     keys = {f'{arch}.{name.replace("__", ".")}': value for name, value in (SIZES | changes).items()}
-    keys |= {'general.architecture': arch, 'tokenizer.ggml.tokens': ['a', 'b']}
-    monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {}))
+    keys |= {'general.architecture': arch}
+    monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {
+        'token_embd.weight': Stored(None, '', (2, 32), 'F32')}))
     return hub.read_published('x.gguf')[1]
 
 
@@ -132,6 +135,39 @@ def test_keys_mean_what_they_mean_to_llama_cpp(monkeypatch):
                                                 'attention.sliding_window': 8, 'attention.key_length': 16})
     assert (gemma.rope_base, gemma.local['rope_base'], gemma.window) == (1e6, 2e4, 8)
     assert config_of(monkeypatch, 'gemma3', **{'attention.key_length': 16}).window is None
+
+
+def rewritten(source, path, drop=(), **options):
+    """Writes the file again, without some keys. options: of gguf's writer."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(None, 'qwen3', **options)
+    for key, field in reader.fields.items():
+        if not key.startswith(('GGUF.', 'general.arch', *drop)):
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+    for one in reader.tensors:
+        writer.add_tensor(one.name, one.data.copy())
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_files_in_parts_and_without_tokenizer(tmp_path):
+    """The parts are as gguf's own writer names them."""
+    path, model = tmp_path / 'x.gguf', tiny(vocab_size=257)
+    zoo_gguf.save_gguf(model, ByteTokenizer(), path)
+    rewritten(path, tmp_path / 'y.gguf', split_max_tensors=9)
+    first, second, *_ = sorted(map(str, tmp_path.glob('y-*')))
+    back, tokenizer, _ = load(first)
+    assert same_weights(back.state_dict(), model.state_dict()) and tokenizer.n_vocab == 257
+    for name in 'model', 'tokens', 'token_type', 'merges':
+        rewritten(path, tmp_path / name, [f'tokenizer.ggml.{name}'])
+        back, tokenizer, facts = load((tmp_path / name).rename(tmp_path / f'{name}.gguf').as_posix())
+        assert same_weights(back.state_dict(), model.state_dict()) and tokenizer is None
+        assert re.search(f'{name}|a None tokenizer', facts['no_tokenizer'])
+    for part, last in (second, second), (first, second):
+        with pytest.raises(ValueError, match=f'{part} is one of 3 parts: give the first'):
+            load(part)
+        Path(last).unlink(missing_ok=True)
 
 
 def test_unsupported_files_are_refused_by_name(monkeypatch):

@@ -3,6 +3,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from common import EVAL, run, same_weights, train
 
+from configurator import on_purpose
 from model import make_context
 from sample import load
 from test_model import near, tiny, tokens
 from tokenizer import make_tokenizer
-from zoo import hub, weights
+from zoo import gguf, hub, weights
 from zoo.tokenizer_json import to_json
 
 safetensors = pytest.importorskip('safetensors.torch')
@@ -521,10 +523,15 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
      "llama with is_causal=False, quantization_config={'quant_method': 'awq'} is unsupported"),
     (dict(model_type='olmoe', sliding_window=8), 'olmoe with sliding_window=8'),
     (dict(model_type='phi', qk_layernorm=True), 'phi with qk_layernorm=True is unsupported'),
-    (dict(model_type='minimind', use_magic=1), 'minimind with use_magic=1 is unsupported'),
     (dict(model_type='qwen3_moe', decoder_sparse_step=2), 'qwen3_moe with decoder_sparse_step=2'),
     (dict(model_type='ernie4_5_moe', moe_layer_end_index=1), 'ernie4_5_moe with moe_layer_end_index=1'),
     (dict(quantization_config={'quant_method': 'fp8', 'weight_block_size': [64, 64]}), 'llama with quantiz'),
+    (dict(model_type='deepseek_v3', rope_interleave=False), 'deepseek_v3 with rope_interleave=False'),
+    (dict(num_hidden_layers=10**7, head_dim=1e12), 'llama with head_dim=1000.*, n_layer=10000000 is'),
+    (dict(rms_norm_eps='1e-5x'), "config.json: norm_eps must be a number, got '1e-5x'"),
+    (dict(rope_scaling={'type': 'linear', 'factor': 'x'}), "llama lacks a field .*'str'"),
+    (dict(rope_scaling={'type': 'longrope', 'factor': 4.0, 'original_max_position_embeddings': 4,
+                        'short_factor': [1.0] * 3, 'long_factor': [1.0] * 4}), 'llama lacks .*tensor a'),
     (dict(rope_scaling={'type': 'yarn'}), "llama lacks a field .*'factor'"),
     (dict(num_hidden_layers=None), 'llama lacks a field .*n_layer')])
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):
@@ -543,6 +550,56 @@ def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
         hub.from_pretrained(tmp_path)
     assert ("it lacks [('layers.0.self_attn.o_proj.weight', (32, 32)), ('norm.weight', (32,))], but has "
             "[('extra.weight', (2,)), ('layers.0.self_attn.o_proj.weight', (8, 32))]") in str(error.value)
+
+
+# damaged files ----------------------------------------------------------------------------------------------
+
+POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 999\n'
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A folder and a GGUF file with the same model."""
+    model = tiny(n_layer=1, vocab_size=257)
+    hub.save_pretrained(model, make_tokenizer('byte'), tmp_path / 'x')
+    gguf.save_gguf(model, make_tokenizer('byte'), tmp_path / 'x.gguf')
+    return tmp_path / 'x'
+
+
+@pytest.mark.parametrize('name, damage, message', [
+    ('model.safetensors', lambda whole: POINTER, 'cannot read .*/model.safetensors, .*git lfs pull'),
+    ('model.safetensors', lambda whole: whole[:5000], 'cannot read .*/model.safetensors, .*incomplete'),
+    ('config.json', lambda whole: b'[1]', 'cannot read .*/config.json, .*list'),
+    ('model.safetensors.index.json', lambda whole: b'{"weight_map": {"a": "../../b"}}', 'x/b is missing'),
+    ('tokenizer.json', lambda whole: whole.replace(b'"!": ', b'"!": 40000000'), '4000000033, which'),
+    ('tokenizer_config.json', lambda whole: whole[:40], 'cannot read .*/tokenizer_config.json')])
+def test_damaged_files_are_named(name, damage, message, published):
+    path = published / name
+    path.write_bytes(damage(path.read_bytes() if path.exists() else b''))
+    try:
+        found = load(str(published))[2]['no_tokenizer']
+    except (OSError, ValueError) as error:
+        assert on_purpose(error)
+        found = str(error)
+    assert re.search(message, found)
+
+
+def test_random_damage_is_reported_in_one_line(published):
+    chance, loaded = random.Random(1), []
+    for n, path in enumerate([*published.iterdir(), published.with_suffix('.gguf')] * 8):
+        whole = path.read_bytes()
+        is_gguf = path.suffix == '.gguf'
+        path = published.with_name(f'{n}.gguf') if is_gguf else path
+        damaged = bytearray(whole[:chance.randrange(len(whole))] if chance.random() < 0.3 else whole)
+        for _ in range(3 if damaged == whole else 0):
+            damaged[chance.randrange(min(len(whole), 2000))] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            loaded.append(load(str(path if is_gguf else published)))
+        except (OSError, ValueError) as error:
+            assert on_purpose(error), error
+        path.write_bytes(whole)
+    assert 0 < len(loaded) < n
 
 
 # quantized files --------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 The published model families. Call `add` to add one.
 """
 import collections
-import fnmatch
 import inspect
 import itertools
 import json
@@ -11,8 +10,8 @@ import typing
 
 import torch
 
-from configurator import ROOT, declared, unmet
-from model import LOCAL, ROPE_SCALINGS, GPTConfig, complete_scaling, letter, round_up
+from configurator import ROOT, checked, declared, unmet
+from model import LOCAL, ROPE_SCALINGS, GPTConfig, complete_scaling, letter, rope_table, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -34,7 +33,6 @@ class Family(typing.NamedTuple):
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each
     #                             fused projection) -> our row numbers for each stored tensor
     layouts: dict = {}          # our tensor: Layout
-    harmless: str = ''          # patterns of config.json's fields without effect
     layers: str = 'L'           # letters of LAYER_TYPES, repeated, if config.json has no layer_types
     exports: bool = True        # False: cannot be written
 
@@ -528,7 +526,6 @@ LATENT = dict(
     fixed=dict(latent_norm_eps=1e-6),
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
-    harmless='head_dim num_key_value_heads qk_head_dim',
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
@@ -539,8 +536,7 @@ add('deepseek_v3', like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', ru
 add('youtu', like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
 add(
     'deepseek_v32', 'deepseek_v3', 'DeepseekV32ForCausalLM', exports=False,
-    harmless=f"index* {LATENT['harmless']}",
-    rules=(MLP_TYPES, Rule('', read_indexer)))
+    rules=(MLP_TYPES, Rule('index_topk', read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts num_local_experts', n_shared_expert='num_shared_experts',
                     norm_topk_prob=None, n_group=None, topk_group=None)
 add(
@@ -594,7 +590,6 @@ add(
         lambda config: round(scale(config) ** -2))))
 add(
     'gemma4_text', 'gemma2', 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
-    harmless='use_double_wide_mlp vocab_size_per_layer_input',  # the supported sizes have no such layers
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
                 n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
     fixed=dict(qk_norm=True, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
@@ -668,7 +663,6 @@ MAMBA = dict(
            'B.attn.c_proj': 'mamba.out_proj'},
     rows={'B.attn.c_attn': ordered('cbxzd', 'zxbcd'), 'attn.conv': rows_mamba_convolution,
           'attn.conv_bias': rows_mamba_convolution},
-    harmless='mamba_d_head',
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
                 linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
                 linear_conv_bias='mamba_conv_bias'),
@@ -688,7 +682,7 @@ add(
     fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
     rules=(WRITE_LATENT, Rule('topk_method', write=write_deepseek_v2)))
 add(
-    'gpt_neox', 'bloom', 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.', harmless='head_dim',
+    'gpt_neox', 'bloom', 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
     fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
             'norm_eps': 'layer_norm_eps'},
     fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
@@ -752,7 +746,6 @@ add(
                 linear_conv_bias='use_conv_bias'),
     fixed=dict(n_layer=0, pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
                tie_word_embeddings=False),
-    harmless='attention_bias expand moe_shared_expert_overlap n_shared_experts num_hidden_layers',
     names={**renamed('bamba', 'mamba|self_attn|mlp|feed_forward', 'mixer'),
            'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
            'mlp.c_fc': 'mixer.up_proj',
@@ -801,8 +794,6 @@ add(
     rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS)
 add(
     'minimind', 'qwen3_moe', 'MiniMindForCausalLM', exports=False,  # transformers lacks it
-    harmless='decoder_sparse_step flash_attn head_dim inference_rope_* n_shared_experts num_key_value_heads '
-             'scoring_func',
     rules=(Rule('use_moe n_routed_experts', read_minimind),))
 add(
     'qwen2_moe', 'qwen2', 'Qwen2MoeForCausalLM', layers='L',
@@ -950,7 +941,6 @@ add(
 add(
     'hy_v3', DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
     fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
-    harmless='enable_moe_fp32_combine',
     fixed=dict(qk_norm=True, n_dense_layer=1),
     names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
     rules=(MLP_TYPES,))
@@ -966,7 +956,6 @@ add(
                 d_expert='moe_intermediate_size', n_shared_expert='moe_num_shared_experts',
                 n_dense_layer='moe_layer_start_index'),
     fixed=dict(balance_bias=True),
-    harmless='moe_norm_min',
     rules=(only('moe_layer_end_index', lambda args: (None, -1, args['n_layer'] - 1)),),
     names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
     rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW})
@@ -1019,28 +1008,12 @@ PLAIN_ACTIVATIONS = {
 # {model_type: {field: default}}: the fields that transformers' class of this model_type reads. Files may omit
 # them, and other fields change nothing. `python .ci/defaults.py` writes the file
 DEFAULTS = json.loads((ROOT / 'zoo/defaults.json').read_text())
-SHARED = dict(is_causal=True, per_layer_config=None, quantization_config=None)
 READ = '''
     attn_config full_attention_interval global_attn_every_n_layers layer_types layers_block_type
-    max_window_layers original_max_position_embeddings partial_rotary_factor rope_* rotary_emb_base rotary_pct
-    *sliding_window*
+    max_window_layers original_max_position_embeddings partial_rotary_factor rope_local_base_freq
+    rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct sliding_window sliding_window_pattern
+    use_sliding_window
 '''  # functions below read these
-HARMLESS = '''
-    _* add_cross_attention name name_or_path architectures attention_softmax_in_fp32 *_attentions auto_map
-    *aux_loss* bad_words_ids begin_suppress_tokens cache_implementation chunk_size diversity_penalty
-    do_sample *dropout* dtype early_stopping encoder_no_repeat_ngram_size eos_token_ids
-    exponential_decay_length_penalty forced_* *hidden_states id2label init_device init_std
-    *initializer_range is_decoder label2id language layerdrop learned_pos_emb length_penalty logits_to_keep
-    *loss_alpha *loss_coef* mamba_ssm_*dtype max_length max_sequence_length min_length mtp_*
-    no_repeat_ngram_size output_router_logits output_scores *_pdrop prefix pretraining_tp problem_type
-    remove_invalid_values reorder_and_* repetition_penalty rescale_prenorm_residual residual_in_fp32
-    return_dict return_dict_in_generate router_jitter_noise *scale_attention_softmax_in_fp32 seq_aux
-    slow_but_exact summary_* suppress_tokens task_* temperature tf_legacy_loss time_step_floor time_step_max
-    time_step_min [!n]*_token *_token_id tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p num_beam_groups num_beams num_labels
-    num_logits_to_keep num_mtp_* num_nextn_predict_layers num_return_sequences use_bfloat16 use_cache
-    use_mamba_kernels z_loss_coefficient
-'''  # these have no effect on logits
 
 
 # config.json ------------------------------------------------------------------------------------------------
@@ -1048,11 +1021,17 @@ HARMLESS = '''
 def config_from_hf(c):
     """config.json -> GPTConfig. Raises ValueError, naming everything unsupported."""
     try:
-        fields = read_config(c)
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        config = GPTConfig(**{name: checked('config.json', name, value, KNOWN)
+                              for name, value in read_config(c).items()})
+        for i, length in itertools.product(range(config.n_layer), (1, config.block_size)):
+            rope_table(config.at(i).rope_kind, torch.empty(1, 1), length)  # raises for wrong items
+        return config
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"config.json of a {c.get('model_type')} lacks a field or has a value that does not "
-                         f"fit: {error!r}") from error
-    return GPTConfig(**fields)
+                         f"fit: {error!r:.200}") from error
+
+
+KNOWN = declared(ROOT / 'model.py')
 
 
 def read_config(c):
@@ -1060,7 +1039,7 @@ def read_config(c):
     c = text_config(c)
     kind = c.get('model_type')
     family = family_of(kind)
-    usual = SHARED | DEFAULTS.get(kind, {})
+    usual = DEFAULTS[kind]
     packed = c.get('quantization_config') or {}
     is_read = packed.get('quant_method') in ('mxfp4', 'fp8')
     if is_read and packed.get('weight_block_size') in (None, [128, 128]):
@@ -1068,12 +1047,11 @@ def read_config(c):
     c = (c.get('attn_config') or {}) | c  # MPT nests these fields
     rules = ' '.join(rule.names for rule in family.rules).split()
     ours = ['model_type', *rules, *' '.join(family.fields.values()).split()]
-    if kind in DEFAULTS:
-        c = {name: value for name, value in c.items()
-             if name in ours or name in usual and (name, value) != ('rope_parameters', None)}
-    known = [*ours, *f'{READ} {HARMLESS} {family.harmless}'.split()]
-    refuse(c, **{name: value for name, value in c.items() if (value or None) != (usual.get(name) or None)
-                 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)})
+    c = {name: value for name, value in c.items()
+         if name in ours or name in usual and (name, value) != ('rope_parameters', None)}
+    known = [*ours, *READ.split()]
+    refuse(c, **{name: value for name, value in c.items()
+                 if name not in known and (value or None) != (usual.get(name) or None)})
     args = dict(family.fixed)
     for ours, theirs in family.fields.items():
         names = theirs.split()
@@ -1083,6 +1061,8 @@ def read_config(c):
             given = [False]  # null
         if given:
             args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
+    refuse(c, **{name: value for name, value in args.items() if isinstance(value, (int, float))
+                 and value > (4096 if name in ('n_layer', 'n_expert') else 10**8)})  # loops would not end
     c = dict.fromkeys(rules) | usual | c
     read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
@@ -1093,7 +1073,7 @@ def read_config(c):
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:
         args.pop('n_dense_layer', None)
-    return {name: value for name, value in args.items() if value is False or value != 0}
+    return {name: value for name, value in args.items() if value is False or value not in (None, 0)}
 
 
 def family_of(kind):
@@ -1152,9 +1132,8 @@ def rope_fields(given, c, args):
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
         if kind in ROPE_SCALINGS:
-            options = inspect.signature(ROPE_SCALINGS[kind])
-            scaling = {name: value for name, value in scaling.items() if name in options.parameters}
-            options.bind(..., ..., ..., **scaling)  # raises TypeError if an option is missing
+            options = inspect.signature(ROPE_SCALINGS[kind]).parameters
+            scaling = {name: value for name, value in scaling.items() if name in options}
         found['rope_scaling'] = scaling | {'rope_type': kind}
     return found
 
@@ -1238,9 +1217,8 @@ def canonical(config):
               'attn_scale': [round(scale(config.at(i)), 9) for i in layers],
               'logit_scale': round(config.logit_scale, 9),
               'd_ff': config.d_ff if 'D' in patterns['expert_pattern'] else None}
-    known = declared(ROOT / 'model.py')
     return {name: value for name, value in values.items()
-            if name not in NO_EFFECT and not unmet(known[name].rules, {}, vars(config))}
+            if name not in NO_EFFECT and not unmet(KNOWN[name].rules, {}, vars(config))}
 
 
 def write_config(config, kind):

@@ -1,6 +1,7 @@
 """Reads and writes GGUF, llama.cpp's format. Reading accepts quantized files."""
 import dataclasses
 import functools
+import glob
 import json
 import pathlib
 import tempfile
@@ -64,7 +65,7 @@ OTHERS = {  # config.json's names of fields that some families lack
     'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
 NEUTRAL = {  # what llama.cpp reads too (llama-model.cpp, load_hparams): the only supported values
     'attention.causal': True, 'attention.sliding_window_pattern': None, 'expert_group_count': 0,
-    'nextn_predict_layers': 0, 'rope.scale_linear': None, 'rope.scaling.attn_factor': 1.0}
+    'nextn_predict_layers': 0, 'rope.scale_linear': 1.0, 'rope.scaling.attn_factor': 1.0}
 BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # these of 27B scale by the width per head (load_arch_hparams)
 PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
 FLAT = Layout(lambda w: w[None], lambda w: w[0])  # stored (n,)
@@ -162,13 +163,25 @@ def contents(path):
     """A file's (keys, {name: Stored}). Cached: reading takes seconds, and the tokenizer needs the
     keys too."""
     gguf = package('gguf', *NEED)
-    reader = gguf.GGUFReader(path)
-    tensors = {one.name: one for one in reader.tensors}
+
+    class Reader(gguf.GGUFReader):
+        """Stops at the end of a damaged file."""
+        def _get(self, offset, *args, **options):
+            if offset >= len(self.data):
+                raise EOFError
+            return super()._get(offset, *args, **options)
+
+    parts = glob.glob(glob.escape(path).replace('-00001-of-', '-*-of-'))
+    readers = [*map(Reader, sorted(parts))]
+    keys = {key: field.contents() for key, field in readers[0].fields.items()}
+    if len(parts) < (n := keys.get('split.count', 1)):
+        raise ValueError(f"{path} is one of {n} parts: give the first, in a folder with the others")
+    tensors = {one.name: one for reader in readers for one in reader.tensors}
 
     def read(name):
         return torch.tensor(gguf.dequantize(tensors[name].data, tensors[name].tensor_type))
     file = types.SimpleNamespace(get_tensor=read)
-    return {key: field.contents() for key, field in reader.fields.items()}, {
+    return keys, {
         name: Stored(lambda: file, name, tuple(map(int, one.shape[::-1])), one.tensor_type.name)
         for name, one in tensors.items()}
 
@@ -202,7 +215,7 @@ def read_gguf(path):
         divisors = one.open().get_tensor(one.name).tolist()
         scaling = dict(rope_type='longrope', short_factor=divisors, long_factor=divisors, factor=1.0,
                        original_max_position_embeddings=c['max_position_embeddings'])
-    c.update(rope_scaling=scaling, vocab_size=len(keys['tokenizer.ggml.tokens']),
+    c.update(rope_scaling=scaling, vocab_size=stored['token_embd.weight'].shape[0],
              tie_word_embeddings='output.weight' not in stored, mlp_bias='blk.0.ffn_gate.bias' in stored,
              attention_bias={'blk.0.attn_q.bias', 'blk.0.attn_output.bias'} <= stored.keys())
     config = config_from_hf(c)
@@ -269,13 +282,13 @@ def tokenizer_keys(tokenizer, n_vocab):
 def read_tokenizer(path):
     """The tokenizer of a file. Raises ValueError if it is unsupported."""
     keys, _ = contents(path)
-    model = keys['tokenizer.ggml.model']
+    model = keys.get('tokenizer.ggml.model')
     splits = keys.get('tokenizer.ggml.pre', 'default') if model == 'gpt2' else model
     if splits not in PATTERNS:
         raise ValueError(f"{path} has a {splits} tokenizer; supported are {', '.join(PATTERNS)}")
     texts = keys['tokenizer.ggml.tokens']
-    config = {name: texts[keys[key]] for name in ('bos_token', 'eos_token')
-              if (key := f'tokenizer.ggml.{name}_id') in keys}
+    config = {name: texts[i] for name in ('bos_token', 'eos_token')
+              if (i := keys.get(f'tokenizer.ggml.{name}_id', len(texts))) < len(texts)}
     ends = [keys[key] for key in ENDS if key in keys]
     kinds = keys['tokenizer.ggml.token_type']
     vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}

@@ -26,7 +26,7 @@ import types
 if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.abspath(__file__ + '/../..')
 
-from configurator import check_values, configure, package, plain
+from configurator import check_values, configure, naming, package, plain, reading
 
 dtype: str | None = None  # dtype of exported weights [in gguf.DTYPES]; q8_0: only for .gguf; None: as stored
 family: str | None = None  # family of an export; None: the model's family, or the first that fits
@@ -51,7 +51,7 @@ from zoo.families import (
     text_config,
     their_tensors,
 )
-from zoo.tokenizer_json import json_tokenizer, to_json
+from zoo.tokenizer_json import json_object, json_tokenizer, to_json
 from zoo.weights import fill_rows, quantize_weights
 
 # import -----------------------------------------------------------------------------------------------------
@@ -65,13 +65,14 @@ def files(folder, pattern):
     found = sorted(pathlib.Path(folder).glob(pattern))
     if not found:
         raise FileNotFoundError(f"{folder}/{pattern} is missing: a model needs config.json, all its "
-                                "safetensors and tokenizer.json; convert other formats")
+                                "safetensors and tokenizer.json; convert other formats, export runs and "
+                                "merge PEFT's adapters into their base")
     return found
 
 
 def read_json(folder, name):
-    """The content of a JSON file. Raises FileNotFoundError."""
-    return json.loads(files(folder, name)[0].read_text('utf-8'))
+    """The object in a JSON file. Raises FileNotFoundError or ValueError."""
+    return json_object(files(folder, name)[0])
 
 
 def weight_names(folder):
@@ -86,7 +87,7 @@ def read_headers(folder):
     stored = {}
     for path in (path for name in weight_names(folder) for path in files(folder, name)):
         opened = functools.partial(package('safetensors').safe_open, path, 'pt')
-        with opened() as file:
+        with reading(path), opened() as file:
             for name in file.keys():  # noqa: SIM118 (file is not a dict)
                 header = file.get_slice(name)
                 stored[bare(name)] = Stored(opened, name, tuple(header.get_shape()), header.get_dtype())
@@ -164,21 +165,23 @@ def fill(model, parts, stored):
 
 
 def read_published(path):
-    """A folder or GGUF file -> config.json, GPTConfig, arguments of plan, {name: Stored}."""
-    if path.endswith('.gguf'):
-        return gguf.read_gguf(path)
-    c = text_config(read_json(path, 'config.json'))
-    config = config_from_hf(c)
-    family = FAMILIES[c['model_type']]
-    stored = read_headers(path)
-    if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
-        family = like(family, names=FUSED_EXPERTS)
-    head, wte = (bare(f'{family.names[one]}.weight') for one in ('lm_head', 'wte'))
-    if config.tie_word_embeddings and head in stored:  # the file may lack wte
-        stored.setdefault(wte, stored[head])
-        heads = [one.open().get_tensor(one.name) for one in (stored[head], stored[wte])]
-        config = dataclasses.replace(config, tie_word_embeddings=torch.equal(*heads))
-    return c, config, (family, bare), stored
+    """A folder or GGUF file -> config.json, GPTConfig, arguments of plan, {name: Stored}. Raises OSError or
+    ValueError."""
+    with reading(path):
+        if path.endswith('.gguf'):
+            return gguf.read_gguf(path)
+        c = text_config(read_json(path, 'config.json'))
+        config = config_from_hf(c)
+        family = FAMILIES[c['model_type']]
+        stored = read_headers(path)
+        if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
+            family = like(family, names=FUSED_EXPERTS)
+        head, wte = (bare(f'{family.names[one]}.weight') for one in ('lm_head', 'wte'))
+        if config.tie_word_embeddings and head in stored:  # the file may lack wte
+            stored.setdefault(wte, stored[head])
+            heads = [one.open().get_tensor(one.name) for one in (stored[head], stored[wte])]
+            config = dataclasses.replace(config, tie_word_embeddings=torch.equal(*heads))
+        return c, config, (family, bare), stored
 
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
@@ -194,7 +197,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings']} | changes
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
-    with torch.device('meta'):
+    with torch.device('meta'), naming({'path': folder}):
         model = GPT(changed(config, **changes))
         as_stored = GPT(config)
     parts = plan(model, family, renamed)
@@ -206,7 +209,8 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     if int8:
         quantize_weights(model, dtype)
     model = model.to_empty(device=device)
-    fill(model, parts, stored)
+    with reading(folder):
+        fill(model, parts, stored)
     model.family = c['model_type'] if published.exports else None
     return model.eval()
 
@@ -256,7 +260,8 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
 def published_tokenizer(path):
     """The tokenizer of a folder, tokenizer.json or GGUF file. Raises FileNotFoundError or ValueError."""
     if path.endswith('.gguf'):
-        return gguf.read_tokenizer(path)
+        with reading(path):
+            return gguf.read_tokenizer(path)
     if not os.path.isfile(path):
         files(path, 'tokenizer.json')
     return json_tokenizer(path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configurator import reading
 from tokenizer import CUT, EOT, MARK, Tokenizer, without_surrogates
 
 SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token'
@@ -25,7 +26,9 @@ class JsonTokenizer(Tokenizer):
         self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
                                for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
-        self.eos_tokens = self.config.get('eos_token_id', ())
+        if self.n_vocab > 10**7:  # tables would fill the memory
+            raise ValueError(f"tokenizer.json has a token with id {self.n_vocab - 1}, which cannot be meant")
+        self.eos_tokens = [i for i in self.config.get('eos_token_id', ()) if i in self.tokens]
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((vocab[end] for end in ends if end in vocab), *self.eos_tokens[:1] or [None])
         some = self.library.encode('a')  # a post-processor may add a bos
@@ -100,26 +103,29 @@ def token_bytes(vocab, spec):
     return tokens
 
 
+def json_object(path):
+    """The object in a JSON file, {} if it is missing. Raises ValueError."""
+    with reading(path):
+        return {**json.loads(path.read_bytes())} if path.exists() else {}  # other values raise TypeError
+
+
 def json_tokenizer(path):
     """The JsonTokenizer of a tokenizer.json or its folder, with the settings in the folder's other files."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
-
-    def read(name):
-        file = folder / name
-        return json.loads(file.read_bytes()) if file.exists() else {}
-    config = read('tokenizer_config.json')
+    config = json_object(folder / 'tokenizer_config.json')
     if 'added_tokens_decoder' not in config:  # an older format
-        config |= read('special_tokens_map.json')
+        config |= json_object(folder / 'special_tokens_map.json')
     config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
     template = folder / 'chat_template.jinja'
     if template.exists():
         config['chat_template'] = template.read_bytes().decode()
     config['eos_token_id'] = [  # a number, a list or null
         i for name in ('generation_config.json', 'config.json')
-        for i in np.ravel(read(name).get('eos_token_id')).tolist() if i is not None]
+        for i in np.ravel(json_object(folder / name).get('eos_token_id')).tolist()]
     file = folder / 'tokenizer.json' if path.is_dir() else path
-    return JsonTokenizer(file.read_bytes().decode(), config)  # bytes keep line ends
+    with reading(file):
+        return JsonTokenizer(file.read_bytes().decode(), config)  # bytes keep line ends
 
 
 def bpe_json(vocab, merges, patterns, special, byte_level=True):
