@@ -250,14 +250,16 @@ def test_nanogpts_settings_have_their_names_and_values():
     ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot read or write ([Errno 28] No "
      "space left on device: '/tmp1'): check the path, permissions and free space"),
     ("with configurator.reading('a.json'): {}['model']",
-     "x.py: cannot read a.json, which is damaged or has another format: KeyError: 'model'"),
+     "x.py: cannot read a.json, which is damaged, a pointer of git-lfs (run `git lfs pull`), or has another "
+     "format: KeyError: 'model'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory: lower --batch_size (train.py: '
      'and raise --gradient_accumulation_steps by as much), --max_new_tokens or --procs'),
     *((f"open({name!r}, 'w')", f"x.py: cannot read or write ([Errno {n}] {os.strerror(n)}: {name!r}): check "
        "the path, permissions and free space") for name, n in {'/': 21, 'no/a': 2, 'a' * 300: 36}.items()),
     ("with configurator.reading('a'): raise RuntimeError('\x1b[1mword ' + 'word ' * 25 + 'cause')",
-     f"x.py: cannot read a, which is damaged or has another format: RuntimeError: {'word ' * 26}cause"),
+     "x.py: cannot read a, which is damaged, a pointer of git-lfs (run `git lfs pull`), or has another "
+     f"format: RuntimeError: {'word ' * 26}cause"),
     ("raise ValueError('of a fork, elsewhere')", None),  # not raised by our code
     ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):
