@@ -11,7 +11,7 @@ import typing
 import torch
 
 from configurator import ROOT, checked, declared, unmet
-from model import LOCAL, ROPE_SCALINGS, GPTConfig, complete_scaling, letter, rope_table, round_up
+from model import LOCAL, ROPE_SCALINGS, GPTConfig, letter, rope_table, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -1128,13 +1128,12 @@ def rope_fields(given, c, args):
         trained = 'original_max_position_embeddings'
         if kind == 'dynamic':  # transformers uses max_position_embeddings
             rope.pop(trained, None)
-        scaling = complete_scaling({'rope_type': kind} | rope, c.get(trained) or length)
+        rope.setdefault(trained, c.get(trained) or length)
         if kind == 'longrope':
-            scaling.setdefault('factor', length / scaling[trained])
-        if kind in ROPE_SCALINGS:
-            options = inspect.signature(ROPE_SCALINGS[kind]).parameters
-            scaling = {name: value for name, value in scaling.items() if name in options}
-        found['rope_scaling'] = scaling | {'rope_type': kind}
+            rope.setdefault('factor', length / rope[trained])
+        options = inspect.signature(ROPE_SCALINGS[kind]).parameters if kind in ROPE_SCALINGS else ()
+        found['rope_scaling'] = {'rope_type': kind} | {
+            name: value for name, value in rope.items() if name in options}
     return found
 
 
