@@ -97,6 +97,8 @@ class LatentAttention(BaseAttention):
             yield 'mixer_pattern kv_lora_rank', 'do not fit: M layers need kv_lora_rank'
         if any(issubclass(mixer, Attention) for mixer in config.mixers):
             yield 'mixer_pattern', 'mixes A with M layers, which need other rotations and scales'
+        if config.attn_gate or config.clip_qkv or config.k_eq_v or config.v_norm:
+            yield 'attn_gate clip_qkv k_eq_v v_norm', 'do not fit: M layers do not support them'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

@@ -3,7 +3,7 @@
 #   python prepare.py chats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out=mine --block_size=1024
 #   python train.py --init_from=Qwen/Qwen3-0.6B --dataset=mine
 #   python sample.py --out_dir=out-finetune --chat
-# For adapters, add --lora_rank=8 --learning_rate=3e-4. Training all weights needs 16 bytes per parameter for
+# For adapters, add --lora_rank=8 --learning_rate=1e-3. Training all weights needs 16 bytes per parameter for
 # weights, gradients and AdamW in float32: 16 GB for 1B parameters, 128 GB for 8B. Adapters need a quarter. If
 # memory is short, use adapters, --shard=True on several GPUs, --checkpoint_activations=True, or
 # --batch_size=1 with more --gradient_accumulation_steps. From 1B parameters on, use --learning_rate=1e-5.
@@ -14,7 +14,10 @@ block_size = 1024       # upper limit; conversations have the block_size of prep
 batch_size = 4
 gradient_accumulation_steps = 2
 epochs = 1.0            # further passes learn the data by heart
-learning_rate = 3e-5    # a higher rate learns more, and forgets more
+# SmolLM2-135M after 24 updates of 1,024 tokens of conversations, from a loss of 3.83: 3e-5 reaches 2.77, 1e-4
+# reaches 2.52, and 3e-4 reaches 2.45. The loss on Shakespeare, 3.84 before, is then 3.82, 3.82 and 3.94: the
+# highest rate forgets. Adapters reach 3.02 with 3e-4 and 2.66 with 1e-3, and forget nothing.
+learning_rate = 3e-5
 weight_decay = 0.0
 warmup_iters = 5
 lr_schedule = 'linear'

@@ -89,7 +89,8 @@ def attention(config, module, x, context):
 
 def latent_attention(config, module, x, context):
     """arXiv:2405.04434, equations 9 to 19; YaRN's mscale_all_dim as in DeepSeek's code"""
-    (q, latent, k_rope), scaling = module.c_attn(x), config.rope_scaling or {}
+    fields = vars(config) | (config.local or {} if letters(config, module.layer)[1] != 'L' else {})
+    (q, latent, k_rope), scaling = module.c_attn(x), fields['rope_scaling'] or {}
     q = module.c_q(norm(config, module.q_norm, q)) if config.q_lora_rank else q
     kv = module.c_kv(norm(config, module.kv_norm, latent))
     (q, q_rope), (k, v) = (y.unflatten(-1, (config.n_head, -1)).transpose(1, 2).tensor_split(
@@ -424,7 +425,7 @@ def shapes(config):
         D, kind = fields['head_dim'], {'E': 'experts', 'D': 'dense', 'N': 'none'}[kind]
         add({'block', mixer, kind}, prefix, D=D, K=fields['n_kv_head'], k_eq_v=fields['k_eq_v'],
             mlp_kind=kind, gate={False: 0, True: H * (D or 0), 'head': H}[config.attn_gate],
-            norms=1 if kind == 'none' else {'sandwich': 4, 'parallel': 1}.get(config.norm_placement, 2))
+            norms={'sandwich': 4, 'parallel': 1}.get(config.norm_placement, 2) // (1 + (kind == 'none')) or 1)
     return found
 
 
