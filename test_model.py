@@ -610,10 +610,6 @@ def test_bfloat16_is_near_float32():
 @torch.no_grad()
 def test_norms_routers_and_states_are_float32(monkeypatch):
     """Their inputs are bfloat16, and float64 gives the same results, which norms round once."""
-    model = tiny(n_expert=4, mlp_bias=True, mixer_pattern='DKB', n_layer=3, linear_key_head_dim=8).bfloat16()
-    norm, x = model.ln_f, torch.randn(9, 32).bfloat16()
-    exact = F.rms_norm(x.double(), (32,), norm.weight.double(), 1e-3)
-    torch.testing.assert_close(norm(x).double(), exact, rtol=2**-8, atol=0)
     route, rule = experts.MoE.route, mixers.gated_delta_rule
 
     def checked_route(self, x):
@@ -621,14 +617,18 @@ def test_norms_routers_and_states_are_float32(monkeypatch):
         near(found[2], F.linear(x.double(), self.router.weight.double(), self.router.bias.double()), 1e-5)
         return found
 
-    def checked_rule(*args):
-        found = rule(*args)
-        exact = rule(*(x.double() if torch.is_tensor(x) else x for x in args))
+    def checked_rule(*args, **options):
+        found = rule(*args, **options)
+        exact = rule(*(x.double() if torch.is_tensor(x) else x for x in args), **options)
         for y, expected in zip(found, exact):
             near(y, expected, 1e-5)
         return found
     monkeypatch.setattr(experts.MoE, 'route', checked_route)
     monkeypatch.setattr(mixers, 'gated_delta_rule', checked_rule)
+    model = tiny(n_expert=4, mlp_bias=True, mixer_pattern='DKB', n_layer=3, **STATES).bfloat16()
+    norm, x = model.ln_f, torch.randn(9, 32).bfloat16()
+    exact = F.rms_norm(x.double(), (32,), norm.weight.double(), 1e-3)
+    torch.testing.assert_close(norm(x).double(), exact, rtol=2**-8, atol=0)
     cache = model.make_cache(2, 24)
     with torch.autocast('cpu', torch.bfloat16):
         feed(model, tokens(model, 2, 24), [9, 1, 14], cache)

@@ -48,7 +48,7 @@ def imported(name):
     """Yields the example's names and its fields of GPTConfig, with our modules changed by it."""
     with fresh_modules():
         import configurator
-        found = configurator.run_file(EXAMPLES[name], {})
+        found = configurator.run_file(f'examples/{name}.py', {})
         yield found
 
 
