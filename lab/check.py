@@ -305,7 +305,7 @@ def check_dropout(config):
     assert not any(map(torch.any, mixed)), 'it is not on all attention weights'
     require_equal(calls[0][0], model.eval().embed(flat.make_context(model, idx)), 'what dropout gets first')
     for name, w in model.state_dict().items():
-        if 'c_proj' in name:
+        if 'c_proj' in name or '_out.' in name:  # the ends of branches
             w.zero_()
     require_equal(found, model(idx), 'logits if dropout leaves only the embedding')
 
