@@ -295,7 +295,7 @@ def unmet(rules, tables, values):
 def check_values(settings, values, tables):
     """Raises ValueError if a given value breaks a rule. settings: from configure. tables: the script's
     globals()."""
-    for name in settings.given.keys() & values.keys():
+    for name in filter(values.__contains__, reversed(settings.given)):  # flags first
         for rule in settings.known[name].rules:
             given = values[name] if isinstance(values[name], list) else [values[name]]
             is_condition = re.match('[<>=!]|in ', rule) and values[name] is not None
@@ -308,7 +308,7 @@ def check_values(settings, values, tables):
 def check_effects(settings, values, tables):
     """Raises ValueError if a flag has no effect, unless it gives the default. Config files may
     serve several runs."""
-    for name in settings.given.keys() & values.keys():
+    for name in filter(values.__contains__, reversed(settings.given)):  # flags first
         setting = settings.known[name]
         if settings.given[name] == 'flags' and values[name] != setting.default and (
                 condition := unmet(setting.rules, tables, values)):

@@ -68,7 +68,7 @@ class GPTConfig:
     partial_rotary_factor: float = 1.0  # share of a head that rotates (GPT-J) [if pos == 'rope']
     alibi_scale: float = 1.0         # factor on ALiBi's slopes (Falcon) [if pos == 'alibi']
     document_token: int | None = None  # starts a document; tokens see only their document [changeable]
-                                     # [if document_token < vocab_size]
+                                     # [if (document_token or 0) < vocab_size]
     # mixers: layers that mix tokens
     mixer_pattern: 'MIXERS | None' = None  # A attention, M latent attention, D Gated DeltaNet, C short
                                      # convolution, B Mamba-2, K Kimi Delta Attention (Qwen3-Next: 'DDDA');

@@ -178,7 +178,11 @@ def csv_records(path, errors, **dialect):
     with open_text(path, errors) as f:
         rows = csv.DictReader(f, strict=True, **dialect)
         try:
-            yield from rows
+            for row in rows:
+                if None in row:
+                    raise ValueError(f'{path}, line {rows.line_num} has more cells than the first line: quote '
+                                     'cells that contain the separator')
+                yield row
         except csv.Error as e:
             raise ValueError(f'{path}, line {rows.line_num + 1}: {e}: correct the quotation marks') from None
 
@@ -433,11 +437,14 @@ def find_source(source):
         name = Path(unpacked(path)).stem
         paths = [path]
     else:
-        pattern = f'{glob.escape(path)}/**/*' if os.path.isdir(path) else path
-        name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
-        # links may form loops; of a file's names, the shortest with a known ending counts
-        files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)),
-                       key=lambda path: (ending(path) in FORMATS, -len(path)))
+        found = glob.glob(path, recursive=True)
+        name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', path)[0])).name
+        if os.path.isdir(path):  # a glob would follow links, which may form loops
+            name = Path(os.path.abspath(path)).name
+            found = [str(one) for one in Path(path).rglob('*')
+                     if not any(part[0] == '.' for part in one.relative_to(path).parts)]
+        # of a file's names, the shortest with a known ending counts
+        files = sorted(filter(os.path.isfile, found), key=lambda path: (ending(path) in FORMATS, -len(path)))
         paths = sorted({os.path.realpath(path): path for path in files}.values(), key=Path)
     if not paths:
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
@@ -804,7 +811,7 @@ def read_meta(folder):
 
 def is_prepared(folder):
     """Whether a folder is prepared."""
-    return any(Path(folder, name).exists() for name in ('meta.json', 'meta.pkl', 'train.bin'))
+    return any(any(Path(folder).glob(name)) for name in ('meta.json', 'meta.pkl', '*.bin'))
 
 
 def checkpoint_in(folder):
@@ -821,7 +828,10 @@ def load_tokenizer(folder):
     if path := checkpoint_in(folder):
         import torch
         with reading(path):
-            return tokenizer_from_state(torch.load(path, 'cpu', weights_only=True, mmap=True)['tokenizer'])
+            state = torch.load(path, 'cpu', weights_only=True, mmap=True).get('tokenizer')
+            if not state:
+                raise ValueError(f'{path} stores no tokenizer: give the folder of its data')
+            return tokenizer_from_state(state)
     meta = read_meta(folder)
     state = meta['tokenizer']
     if state is None:

@@ -114,10 +114,10 @@ def read_checkpoint(path):
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
         with zipfile.ZipFile(path) as file:  # torch.load verifies no checksum; earlier versions wrote only 0
             if any(entry.CRC for entry in file.infolist()) and (name := file.testzip()):
-                raise ValueError(f"{name} differs from its checksum")
+                raise ValueError(f"{path} is damaged: {name} differs from its checksum")
         for name, value in checkpoint.items():
             if not isinstance(value, KEYS.get(name, object)):
-                raise ValueError(f"{name} is {value!r:.50}")
+                raise ValueError(f"{path} is damaged or has another format: {name} is {value!r:.50}")
         checkpoint['kept'] = [*map(int, checkpoint.get('kept', []))]  # becomes a part of paths
         args = {RENAMED.get(name, name): value for name, value in checkpoint['model_args'].items()}
         state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w.detach()
@@ -207,8 +207,13 @@ def find_tokenizer(checkpoint):
         from zoo.hub import published_tokenizer
         return published_tokenizer(checkpoint['path'])
     if not checkpoint.get('tokenizer'):
-        from prepare import load_tokenizer
-        return load_tokenizer(f"data/{checkpoint.get('config', {}).get('dataset')}")
+        from prepare import data_folder, load_tokenizer
+        folder = data_folder(checkpoint.get('config', {}).get('dataset', ''))
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.n_vocab > checkpoint['model_args']['vocab_size']:  # GPT-2's, if the folder is missing
+            raise FileNotFoundError(f"{checkpoint['path']} stores no tokenizer, and {folder} has not the one "
+                                    "of its training: copy the folder of the data here")
+        return tokenizer
     tokenizer = tokenizer_from_state(checkpoint['tokenizer'])
     if not checkpoint.get('masked', True):
         tokenizer.chat_template = None
@@ -625,7 +630,8 @@ def read_prompts(start):
     kind, _, path = start.partition(':')
     text = start
     if kind in ('FILE', 'LINES'):
-        text = Path(path).read_text(encoding='utf-8-sig')
+        with reading(path):
+            text = Path(path).read_text(encoding='utf-8-sig')
     prompts = [prompt for prompt in (text.split('\n') if kind == 'LINES' else [text]) if prompt]
     if not prompts:
         raise ValueError(f"start={start!r} is empty: give at least one character")

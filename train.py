@@ -45,6 +45,7 @@ from configurator import (
     keep_freed_memory,
     marked,
     naming,
+    package,
     peak_flops,
     peak_mb,
     print0,
@@ -1065,7 +1066,7 @@ if __name__ == '__main__':
     if RANK == 0 and not eval_only:
         lock = lock_folder(out_dir)
         if wandb_log:
-            import wandb
+            wandb = package('wandb', 'wandb_log=True needs', 'wandb')
             wandb_run = wandb.init(project=wandb_project, name=wandb_run_name, id=run.wandb_id,
                                    resume='allow', config=config | vars(model.config))
             run.wandb_id = wandb_run.id

@@ -231,7 +231,7 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
             'cut.parquet': Path('rows.parquet').read_bytes()[:-9], 'b.txt': Path('rows.parquet').read_bytes(),
             'quote.csv': b'text,id\n"a"b,1\n', 'p.txt': POINTER, 'p.parquet': POINTER, 'p.jsonl.gz': POINTER,
             'a.tgz': gzip.compress(bytes(257) + b'ustar'), 'a.bz2': bz2.compress(b'text'),
-            'u.txt': 'text'.encode('utf-16'),
+            'u.txt': 'text'.encode('utf-16'), 'cells.csv': b'text\na\nb, c\n',
             'cut.json': b'[{"text": "a"},', 'mix.jsonl': b'"a"\n["b", "c"]\n{"prompt": "a", "output": "b"}',
             'chats.jsonl': b'{"prompt": "a", "response": "b"}\n' * 9}.items():
         Path(name).write_bytes(data)
@@ -246,6 +246,7 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
             'quote.csv': 'quote.csv, line 2: .*quotation marks', 'cut.json': 'record 1: .* is not JSON',
             'p.*': 'p.jsonl.gz is a pointer of git-lfs: run `git lfs pull`', 'p.txt': 'p.txt is a pointer',
             'p.parquet': 'p.parquet is a pointer', 'b.txt': 'its name end in .parquet', 'u.txt': 'is UTF-16',
+            'cells.csv': 'cells.csv, line 3 has more cells',
             'a.tgz --errors=replace': 'a.tgz is an archive', 'a.bz2': 'a.bz2 is an archive: unpack it',
             'mix.jsonl': 'record 4: texts and conversations must be prepared separately',
             'good.txt --block_size=64': 'it needs conversations', 'good.txt --field=x': 'it needs records',
@@ -255,6 +256,9 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
             assert re.search(message, prep(f'{line} --out={folder} --overwrite=True')[1])
     assert 'data/d contains data of a source other than other.txt' in prep('other.txt --out=d')[1]
     assert os.listdir('data') == ['d'] and files_of('data/d') == before
+    os.mkdir('data/own')
+    Path('data/own/val.bin').write_bytes(b'12')
+    assert 'data/own contains data of a source other than other.txt' in prep('other.txt --out=own')[1]
     for text in b'one text', b'two text':
         monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text)))
         error = prep('-')[1]

@@ -805,3 +805,17 @@ def test_killed_anywhere_it_resumes_exactly(folder):
     cut = run('train.py', *args, '--out_dir=cut', '--init_from=resume')
     assert cut['first_it'] > 0 and same_weights(whole['model'].state_dict(), cut['model'].state_dict())
     assert [row['loss'] for row in log_rows('cut')] == [row['loss'] for row in log_rows('whole')]
+
+
+def test_a_tokenizer_is_not_guessed(folder):
+    """GPT-2's has more tokens than the model; the data folder has moved."""
+    import prepare
+    import sample
+    train('--out_dir=out', '--max_iters=1')
+    checkpoint = saved('out') | {'tokenizer': None}
+    torch.save(checkpoint, 'out/ckpt.pt')
+    assert sample.load('out')[1].name == 'byte'
+    os.rename('data/toy', 'data/moved')
+    assert 'data/toy has not the one of its training' in sample.load('out')[2]['no_tokenizer']
+    with pytest.raises(ValueError, match='out/ckpt.pt stores no tokenizer'):
+        prepare.load_tokenizer('out')
