@@ -433,6 +433,11 @@ def with_fused_experts(c, state):
         state[f'{layer}.down_proj'] = torch.stack(down)
 
 
+def saved_while_compiled(c, state):
+    for name in list(state):
+        state[f'_orig_mod.{name}'] = state.pop(name)
+
+
 def minimind(**change):
     """MiniMind's config.json; the tensors have the names of Qwen3 and Llama."""
     def edit(c, state):
@@ -452,6 +457,7 @@ def minimind(**change):
     ('granitemoehybrid', VARIANTS['granitemoehybrid'][0], granite4_as_published),
     ('kimi_linear', VARIANTS['kimi_linear'][0], kimi_as_published),
     ('gpt2', {}, without_prefix),
+    ('llama', {}, saved_while_compiled),
     ('llama', hf_rope('yarn', factor=4.0, finetuned=True), UNSLOTH),
     ('lfm2', CONV_FULL, LFM2),
     ('glm_moe_dsa', VARIANTS['glm_moe_dsa'][0], GLM),
@@ -475,6 +481,7 @@ def test_hf_files_in_other_forms(kind, options, edit, tmp_path):
     edit(c, state)
     (tmp_path / 'config.json').write_text(json.dumps(c))
     safetensors.save_file(state, path)
+    (tmp_path / hub.INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')  # older
     idx = torch.randint(61, (2, 12))
     near(hub.from_pretrained(tmp_path)(idx), theirs(idx).logits)
 

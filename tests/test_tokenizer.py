@@ -315,12 +315,13 @@ def test_chats_are_rendered_as_by_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize('older', [True, False])
-def test_special_tokens_map_counts_as_in_transformers(older, tmp_path):
-    """Only next to a tokenizer_config.json of the older format."""
+def test_special_tokens_in_other_files_count_as_in_transformers(older, tmp_path):
+    """special_tokens_map.json counts only next to a tokenizer_config.json of the older format. The newer
+    format may have tokens that tokenizer.json lacks."""
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '</s>',
               'chat_template': '{{ bos_token }}|{{ eos_token }}'}
     if not older:
-        config['added_tokens_decoder'] = {}
+        config['added_tokens_decoder'] = {'9999': {'content': '<|new|>', 'special': True}}
     save_tokenizer(JsonTokenizer(oracle('llama2').to_str(), config), tmp_path)
     (tmp_path / 'special_tokens_map.json').write_text(json.dumps(
         {'bos_token': {'content': '<s>', 'lstrip': False}, 'eos_token': '<unk>'}))
@@ -328,6 +329,7 @@ def test_special_tokens_map_counts_as_in_transformers(older, tmp_path):
     ours = json_tokenizer(str(tmp_path))
     assert ours.render(CHATS[0]) == theirs.apply_chat_template(CHATS[0], tokenize=False)
     assert ours.eot == theirs.eos_token_id
+    assert tokenizer_from_state(ours.state()).encode('a <|new|> b') == theirs.encode('a <|new|> b')
 
 
 def with_template(template):

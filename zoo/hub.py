@@ -76,8 +76,9 @@ def read_json(folder, name):
 
 
 def weight_names(folder):
-    """Names of the files with weights, or a pattern."""
-    if os.path.exists(f'{folder}/{INDEX}'):
+    """Names of the files with weights, or a pattern. Next to a single file, an earlier save may have left an
+    index."""
+    if INDEX in (names := os.listdir(folder)) and 'model.safetensors' not in names:
         return sorted({*map(os.path.basename, read_json(folder, INDEX)['weight_map'].values())})
     return ['model*.safetensors']
 
@@ -130,7 +131,8 @@ E2M1 = torch.cat((E2M1, -E2M1))
 
 def bare(name):
     """A tensor's name without the prefixes that only some files have."""
-    name = re.sub(r'^((model|transformer|language_model|text_model|llm|thinker)\.)+', '', name)
+    name = re.sub(
+        r'^((_orig_mod|module|model|transformer|language_model|text_model|llm|thinker)\.)+', '', name)
     return name.replace('.block_sparse_moe.', '.mlp.')
 
 

@@ -111,10 +111,12 @@ def json_object(path):
 
 def json_tokenizer(path):
     """The JsonTokenizer of a tokenizer.json or its folder, with the settings in the folder's other files."""
+    from tokenizers import AddedToken
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     config = json_object(folder / 'tokenizer_config.json')
-    if 'added_tokens_decoder' not in config:  # an older format
+    more = config.get('added_tokens_decoder')
+    if more is None:  # an older format
         config |= json_object(folder / 'special_tokens_map.json')
     config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
     template = folder / 'chat_template.jinja'
@@ -125,7 +127,11 @@ def json_tokenizer(path):
         for i in np.ravel(json_object(folder / name).get('eos_token_id')).tolist()]
     file = folder / 'tokenizer.json' if path.is_dir() else path
     with reading(file):
-        return JsonTokenizer(file.read_bytes().decode(), config)  # bytes keep line ends
+        source = file.read_bytes().decode()  # bytes keep line ends
+        library = library_tokenizer(source)
+        if more and library.add_tokens([AddedToken(**token) for token in more.values()]):
+            source = library.to_str()  # tokenizer.json lacked some of them
+        return JsonTokenizer(source, config)
 
 
 def bpe_json(vocab, merges, patterns, special, byte_level=True):
