@@ -180,8 +180,8 @@ def csv_records(path, errors, **dialect):
         try:
             for row in rows:
                 if None in row:
-                    raise ValueError(f'{path}, line {rows.line_num} has more cells than the first line: quote '
-                                     'cells that contain the separator')
+                    raise ValueError(f'{path}, line {rows.line_num} has more cells than the first line: '
+                                     'quote cells that contain the separator')
                 yield row
         except csv.Error as e:
             raise ValueError(f'{path}, line {rows.line_num + 1}: {e}: correct the quotation marks') from None
@@ -292,6 +292,8 @@ def to_messages(value, role=None):
 def read_message(message):
     """A message for chat templates. Raises ValueError if it lacks a role or content."""
     message['role'] = SPEAKERS.get(message['role'], message['role'])
+    if isinstance(message.get('content'), list):  # OpenAI's parts, {'type': 'text', 'text': text}
+        message['content'] = ''.join(part['text'] for part in message['content'])
     if calls := from_json(message.get('tool_calls')):
         for call in calls:
             function = call.get('function', call)

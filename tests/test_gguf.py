@@ -325,6 +325,17 @@ def test_older_files_name_no_pattern(monkeypatch):
     assert zoo_gguf.tokenizer_keys(tok, 266)['tokenizer.ggml.pre'] == 'default'
 
 
+@pytest.mark.parametrize('name', ['llama3', 'llama-v3', 'falcon3'])  # llama.cpp's PR 10864 and PR 10883
+def test_the_pattern_of_llama_3_has_several_names(name, monkeypatch):
+    keys = zoo_gguf.tokenizer_keys(prep_toy_bpe(), 265 + 1) | {'tokenizer.ggml.pre': name}
+    del keys['tokenizer.ggml.add_bos_token']
+    monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {}))
+    text = prep_awkward(300)
+    tok = zoo_gguf.read_tokenizer('')
+    assert tok.encode_array(text).tolist() == tokenized(keys, regex.findall(WORD_PATTERN, text))
+    assert [*tok.bos] == [keys['tokenizer.ggml.bos_token_id']]
+
+
 def test_smollm_splits_digits_first():
     tk = pytest.importorskip('tokenizers')
     pre = tk.pre_tokenizers

@@ -419,6 +419,8 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
      [{'role': 'system', 'content': 'Be brief'}, QUESTION, ANSWER]),
     ({'instruction': 'Hi', 'input': None, 'output': 'Ho'}, [QUESTION, ANSWER]),
     ({'prompt': [QUESTION], 'completion': [ANSWER]}, [QUESTION, ANSWER]),  # TRL's
+    ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': one} for one in 'Hi']}, ANSWER]},
+     [QUESTION, ANSWER]),  # OpenAI's
     *(({'prompt': 'Hi', 'user': 'ID 7', 'completion': 'Ho', 'history': history}, [QUESTION, ANSWER] * 2)
       for history in ('[["Hi", "Ho"]]', [{'assistant': 'Ho', 'user': 'Hi'}], {'human': 'Hi', 'gpt': 'Ho'})),
     *(({'messages': [QUESTION, {'role': 'assistant', **empty, 'tool_calls': calls}]},

@@ -226,9 +226,10 @@ def read_gguf(path):
 # tokenizers -------------------------------------------------------------------------------------------------
 
 ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]
+LLAMA_3 = 'falcon3', 'llama3', 'llama-v3', 'llama-bpe'  # llama.cpp's names of one pattern
 PATTERNS = {  # llama.cpp's name: a pattern that finds words; further lines split these
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
-    **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # exports use the last name
+    **dict.fromkeys(('dbrx', 'smaug-bpe', *LLAMA_3), WORD_PATTERN),  # exports use the last name
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
     # splits numbers into digits
     'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
@@ -299,7 +300,7 @@ def read_tokenizer(path):
     tokenizer.add_tokens([library.AddedToken(text, normalized=False, special=kinds[i] == 3)
                           for text, i in vocab.items() if kinds[i] in (3, 4)])
     bos = config.get('bos_token')
-    if bos and keys.get('tokenizer.ggml.add_bos_token', splits == 'llama-bpe'):
+    if bos and keys.get('tokenizer.ggml.add_bos_token', splits in LLAMA_3):
         tokenizer.post_processor = library.processors.TemplateProcessing(
             single=f'{bos} $A', special_tokens=[(bos, vocab[bos])])
     return JsonTokenizer(tokenizer.to_str(), {
