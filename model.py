@@ -1346,7 +1346,7 @@ def make_mlp(config, layer):
 
 
 def make_block(config, layer):
-    """A layer's block."""
+    """Creates a layer's block. Config files that change the block replace this function."""
     return Block(config, layer)
 
 

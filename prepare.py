@@ -151,8 +151,8 @@ def text_documents(path, errors):
 
 
 def json_records(path, errors):
-    """Reads JSON values, each on one line or several. Arrays other than conversations are their items. A
-    damaged value is a ValueError, and the next value begins on the next line."""
+    """Reads JSON values, each on one line or several. Of an array that is not a conversation, yields the
+    items. Yields a ValueError for a damaged value, and continues on the next line."""
     decode = json.JSONDecoder().raw_decode
     with open_text(path, errors) as f:
         for line in f:
@@ -203,7 +203,7 @@ FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_record
 
 def file_documents(paths, field='text', errors='strict', chats=None):
     """The files' documents, except empty documents. errors='ignore' omits records that are neither texts nor
-    conversations. chats: whether only conversations, or only texts are right."""
+    conversations. chats: True accepts only conversations, False only texts, None both."""
     for path in paths:
         if ending(path) not in FORMATS:
             yield from text_documents(path, errors)
@@ -237,8 +237,8 @@ LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_o
 
 
 def read_record(place, record, field='text', chats=None):
-    """[The record's text] or a Conversation. Raises ValueError for any other value. chats: whether only
-    conversations, or only texts are right."""
+    """[The record's text] or a Conversation. Raises ValueError for any other value. chats: as in
+    file_documents."""
     try:
         if isinstance(record, Exception):
             raise record
@@ -268,8 +268,8 @@ def is_conversation(value):
 
 
 def to_messages(value, role=None):
-    """Messages of a JSON value: a text, which is JSON if it has no role; a message; a record; or a list of
-    these or of pairs. Raises some error for other values."""
+    """Messages of a JSON value: a message, a record, a list of these or of pairs, or a text. Without a role,
+    the text is JSON of such a value. Raises an error of any type for other values."""
     if isinstance(value, str):
         return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
     if isinstance(value, list):
@@ -631,7 +631,7 @@ def next_content(render, messages, n, text, start, stop):
         return len(text)
     following = messages[n + 1]['content']
     place = text.find(following.strip() or MARK, start)
-    # it was not found, or is in this answer too
+    # otherwise the text was not found, or is in this answer too
     return place if place > stop else first_change(render, messages, n + 1, text, content=MARK + following)
 
 
@@ -856,7 +856,7 @@ def published_tokenizer(name):
 
 
 def llm_c_meta(path):
-    """What the header of llm.c says about a file; {} without a header."""
+    """The entry of LLM_C for a file's header; {} without a header."""
     return LLM_C.get(sum(np.fromfile(path, '<i4', 1)), {})
 
 
@@ -867,7 +867,7 @@ def read_shard(path, dtype):
         dtype = np.dtype(meta.get('dtype', dtype)).newbyteorder('<')
         tokens = np.memmap(path, dtype, 'r', 1024 if meta else 0)
         if meta and not 0 < len(tokens) == np.fromfile(path, '<i4', 3)[2]:
-            raise ValueError(f'{path} has {len(tokens)} tokens, but its header counts others or none')
+            raise ValueError(f'{path} has {len(tokens)} tokens, which is 0 or differs from its header')
         return tokens
 
 

@@ -78,7 +78,8 @@ from tokenizer import tokenizer_from_state
 
 # checkpoints ------------------------------------------------------------------------------------------------
 
-KEYS = {  # a checkpoint's keys -> types. best.pt may lack optimizer and scaler
+# A checkpoint's keys -> types. best.pt may lack optimizer and scaler. Keys in comments may have any value.
+KEYS = {
     'model': dict,             # name -> tensor; with lora only the adapters
     'model_args': dict,        # the fields of GPTConfig
     'config': dict,            # train.py's settings
@@ -143,7 +144,8 @@ def checksum(path, model):
 
 
 def is_published(name):
-    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id."""
+    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id. Raises ValueError
+    for a folder that also has a ckpt.pt."""
     if os.path.exists(name):
         is_folder = os.path.exists(f'{name}/config.json')
         if is_folder and os.path.exists(f'{name}/ckpt.pt'):

@@ -487,7 +487,7 @@ LOSSES = {  # minimised, not reported: key of aux -> setting of its weight
 NUMBERS = {  # attributes of Run that checkpoints store, with immutable initial values
     'iter_num': 0,                   # updates so far
     'best_val_loss': math.inf,
-    'best_iter': None,               # its iteration
+    'best_iter': None,               # iteration of best_val_loss
     'tokens': 0,                     # tokens read by all ranks
     'skipped': 0,                    # updates skipped because they were not finite
     'wall_s': 0.0,                   # seconds, including earlier parts
@@ -727,8 +727,8 @@ def replacing(path):
 
 
 def save(run, name, constant):
-    """Writes a checkpoint, then replaces the old file. best.pt has no optimizers, unless it is a ckpt.pt
-    that later weights would replace."""
+    """Writes a checkpoint, then replaces the old file. best.pt has no optimizers, unless it is an
+    earlier ckpt.pt: if that was the best, this function keeps it under the name best.pt."""
     state = run.snapshot(name != 'best.pt')
     path = Path(run.config['out_dir'], name)
     if name == 'ckpt.pt':

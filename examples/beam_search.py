@@ -4,7 +4,8 @@ without the coverage penalty).
 
     python sample.py examples/beam_search.py --start='import os' --max_new_tokens=100
 
-The likeliest text soon repeats itself, at once after a start like `def`, which leaves everything open.
+The likeliest text soon repeats itself. After a start that leaves everything open, like `def`, it does so at
+once.
 The file replaces generate of sample.py, and changes nothing in train.py. A beam that draws a stop token has
 ended, and its score includes the stop token. The search stops when no other beam can reach a higher score.
 The options of sampling have no effect. The KV cache has a row per beam: cache.select copies the rows of the

@@ -27,7 +27,7 @@ class JsonTokenizer(Tokenizer):
                                for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
         if self.n_vocab > 10**7:  # tables would fill the memory
-            raise ValueError(f"tokenizer.json has a token with id {self.n_vocab - 1}, which cannot be meant")
+            raise ValueError(f"tokenizer.json has token id {self.n_vocab - 1}: ids must be below 10,000,000")
         self.eos_tokens = [i for i in self.config.get('eos_token_id', ()) if i in self.tokens]
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((vocab[end] for end in ends if end in vocab), *self.eos_tokens[:1] or [None])
