@@ -1018,6 +1018,9 @@ READ = '''
 
 # config.json ------------------------------------------------------------------------------------------------
 
+KNOWN = declared(ROOT / 'model.py')
+
+
 def config_from_hf(c):
     """config.json -> GPTConfig. Raises ValueError, naming everything unsupported."""
     try:
@@ -1029,9 +1032,6 @@ def config_from_hf(c):
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"config.json of a {c.get('model_type')} lacks a field or has a value that does not "
                          f"fit: {error!r:.200}") from error
-
-
-KNOWN = declared(ROOT / 'model.py')
 
 
 def read_config(c):
