@@ -213,7 +213,7 @@ def find_tokenizer(checkpoint):
         folder = data_folder(checkpoint.get('config', {}).get('dataset', ''))
         tokenizer = load_tokenizer(folder)
         if tokenizer.n_vocab > checkpoint['model_args']['vocab_size']:  # GPT-2's, if the folder is missing
-            raise FileNotFoundError(f"{checkpoint['path']} stores no tokenizer, and {folder} has not the one "
+            raise FileNotFoundError(f"{checkpoint['path']} stores no tokenizer, and {folder} lacks the one "
                                     "of its training: copy the folder of the data here")
         return tokenizer
     tokenizer = tokenizer_from_state(checkpoint['tokenizer'])

@@ -816,6 +816,6 @@ def test_a_tokenizer_is_not_guessed(folder):
     torch.save(checkpoint, 'out/ckpt.pt')
     assert sample.load('out')[1].name == 'char'
     os.rename('data/toy', 'data/moved')
-    assert 'data/toy has not the one of its training' in sample.load('out')[2]['no_tokenizer']
+    assert 'data/toy lacks the one of its training' in sample.load('out')[2]['no_tokenizer']
     with pytest.raises(ValueError, match='out/ckpt.pt stores no tokenizer'):
         prepare.load_tokenizer('out')
