@@ -348,6 +348,7 @@ def on_purpose(error):
     """Whether a `raise` of this repository raised `error`."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (isinstance(error, (ValueError, OSError, ImportError)) and frame.line.startswith('raise ')
+            and 'site-packages' not in frame.filename  # a virtual environment in the repository
             and Path(frame.filename).resolve().is_relative_to(ROOT))
 
 

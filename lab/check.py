@@ -304,8 +304,10 @@ def check_dropout(config):
     assert {p for _, p in calls} == {config.dropout}, f"it is not {config.dropout} everywhere"
     assert not any(map(torch.any, mixed)), 'it is not on all attention weights'
     require_equal(calls[0][0], model.eval().embed(flat.make_context(model, idx)), 'what dropout gets first')
+    placement = flat.NORM_PLACEMENTS[config.norm_placement]
+    ends = 'c_proj', '_out.', *(f'{norm}.' for place, norm in placement.items() if '_out' in place)
     for name, w in model.state_dict().items():
-        if 'c_proj' in name or '_out.' in name:  # the ends of branches
+        if any(end in name for end in ends):
             w.zero_()
     require_equal(found, model(idx), 'logits if dropout leaves only the embedding')
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from common import EVAL, ROOT, TOY, dequantized, made, run, train
+from test_examples import fresh_modules
 from test_sample import byte_chat_tokenizer, chat_model, from_nothing, new_chat
 
-import configurator
 import sample as flat_sample
 import train as flat_train
 from configurator import configure
@@ -278,15 +278,18 @@ def documented_commands():
 def test_documented_commands_have_valid_settings(command, monkeypatch):
     """Runs a script until it has checked its settings."""
     def check(settings, values, tables):
+        defaults = {name: one.default for name, one in settings.known.items()}
         for check in checks[:1 + (values.get('init_from', 'scratch') == 'scratch')]:
-            check(settings, {name: one.default for name, one in settings.known.items()} | values, tables)
+            check(settings, defaults | values | {'conversations': True, 'records': True}, tables)
         raise StopIteration
-    checks = configurator.check_values, configurator.check_effects
-    for function in checks:
-        monkeypatch.setattr(configurator, function.__name__, check)
     assert (ROOT / command[0]).exists()
-    with pytest.raises((StopIteration, FileNotFoundError)):  # some first load a checkpoint
-        run(*command)
+    with fresh_modules():  # examples change them
+        import configurator
+        checks = configurator.check_values, configurator.check_effects
+        for function in checks:
+            monkeypatch.setattr(configurator, function.__name__, check)
+        with pytest.raises((StopIteration, FileNotFoundError)):  # some first load a checkpoint
+            run(*command)
 
 
 def test_tasks_of_slurm_without_torchrun_are_named(folder):
