@@ -578,10 +578,12 @@ def published(tmp_path):
     ('model.safetensors', lambda whole: whole[:5000], 'cannot read .*/model.safetensors, .*incomplete'),
     ('config.json', lambda whole: b'[1]', 'cannot read .*/config.json, .*list'),
     ('model.safetensors.index.json', lambda whole: b'{"weight_map": {"a": "../../b"}}', 'x/b is missing'),
-    ('tokenizer.json', lambda whole: whole.replace(b'"!": ', b'"!": 40000000'), '4000000033, which'),
+    ('tokenizer.json', lambda whole: whole.replace(b'"!": ', b'"!": 40000000'), 'token id 4000000033'),
     ('tokenizer_config.json', lambda whole: whole[:40], 'cannot read .*/tokenizer_config.json')])
 def test_damaged_files_are_named(name, damage, message, published):
     path = published / name
+    if name.endswith('index.json'):  # otherwise a single file counts
+        os.remove(published / 'model.safetensors')
     path.write_bytes(damage(path.read_bytes() if path.exists() else b''))
     try:
         found = load(str(published))[2]['no_tokenizer']

@@ -189,7 +189,7 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
     (['--n_layer=1000000'], 'n_layer=1000000 must be at most 10,000'),
     (['--n_layer=10000', '--n_embd=4096'], "ten times this machine's memory"),
     (['--batch_size=100000000'], 'must be <= 1000000'), (['--wandb_log=True'], 'wandb'),
-    (['--document_token=23'], 'needs document_token < vocab_size'),
+    (['--document_token=23'], r'needs \(document_token or 0\) < vocab_size'),
     (['--dropout=2'], 'dropout=2.0 is not supported: it must be < 1'),
     (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'too few experts'),
     (['--n_expert=4', '--expert_pattern='], "expert_pattern='' is not supported; choose one of E, D, N"),

@@ -174,6 +174,8 @@ def test_losses_that_are_not_finite_are_counted_and_reported_and_end_the_run(fol
     forward, calls = GPT.forward, []
 
     def broken(self, idx, targets=None, **rest):
+        if targets is None:
+            return forward(self, idx, targets, **rest)
         loss, aux = forward(self, idx, targets, **rest)
         calls.extend([1] * (self.training and idx.shape[1] > 2))  # not in try_tokens
         return (loss * math.nan if self.training and (len(calls) - 1) // 3 in bad else loss), aux
@@ -540,7 +542,7 @@ def test_a_changed_byte_and_two_models_in_a_folder_are_errors(folder):
     at = data.index(saved('out')['model']['wte.weight'].numpy().tobytes())
     data[at:at + 8] = bytes(8)
     Path('out/ckpt.pt').write_bytes(data)
-    with pytest.raises(ValueError, match='cannot read out/ckpt.pt.*differs from its checksum'):
+    with pytest.raises(ValueError, match='out/ckpt.pt is damaged: .*differs from its checksum'):
         load('out/ckpt.pt')
 
 

@@ -1039,7 +1039,7 @@ def read_config(c):
     c = text_config(c)
     kind = c.get('model_type')
     family = family_of(kind)
-    usual = DEFAULTS[kind]
+    usual = DEFAULTS.get(kind, {})  # a fork's family has none
     packed = c.get('quantization_config') or {}
     is_read = packed.get('quant_method') in ('mxfp4', 'fp8')
     if is_read and packed.get('weight_block_size') in (None, [128, 128]):
