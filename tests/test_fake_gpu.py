@@ -17,6 +17,7 @@ FAKE = str(ROOT / 'tests' / 'fake_gpu.py')
 RUN = [str(ROOT / 'config' / 'gpt2.py'), '--vocab_size=23', '--pos=rope', *TOY, '--device=auto',
        '--max_iters=6', '--eval_interval=6', '--log_interval=1', '--sample_tokens=3']
 STATES = ['--n_layer=4', '--mixer_pattern=DBKC', '--linear_n_key_head=2', '--linear_n_value_head=2',
+          '--linear_key_head_dim=16', '--linear_value_head_dim=16',
           '--pos=none']
 VARIANTS = {  # name: (flags, largest relative difference of losses from the CPU in float32)
     'adamw': ([], 1e-5),
@@ -95,7 +96,8 @@ def test_a_run_is_resumed_sampled_measured_and_exported(folder):
                      for name in ('export.jsonl', 'gpu.jsonl'))
     assert exported == own
     Path('export/chat_template.jinja').write_text('{% for m in messages %}{{ m.content }}{% endfor %}')
-    (text, _), = on_fake_gpu([*sampling, '--init_from=export', '--start=a', '--chat'])
+    chat = [word for word in sampling if word != '--num_samples=1']
+    (text, _), = on_fake_gpu([*chat, '--init_from=export', '--start=a', '--chat'])
     assert f'> a\n{own}' in text
     speeds = [json.loads(line) for line in Path('numbers.jsonl').read_text().splitlines()]
     assert [numbers['device'] for numbers in speeds] == ['cuda:0'] * 3
