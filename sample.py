@@ -101,7 +101,8 @@ CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
 RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local', 'tied_lm_head': 'tie_word_embeddings'}
 # tensors that change nothing: masks, tables, and parts that GPT leaves out
 IGNORED = re.compile(r'.*(vision|visual|audio|projector|mtp|\.indexer\.).*|.*inv_freq|rope_freqs\.weight|.*\.'
-                     r'(attn\.bias|attention\.bias|masked_bias|causal_mask|activation_scale|act_fn\.(beta|eps))')
+                     r'(attn\.bias|attention\.bias|masked_bias|causal_mask|'
+                     r'activation_scale|act_fn\.(beta|eps))')
 
 
 def read_checkpoint(path):
@@ -214,7 +215,7 @@ def find_tokenizer(checkpoint):
         tokenizer = load_tokenizer(folder)
         if tokenizer.n_vocab > checkpoint['model_args']['vocab_size']:  # GPT-2's, if the folder is missing
             raise FileNotFoundError(f"{checkpoint['path']} stores no tokenizer, and {folder} lacks the one "
-                                    "of its training: copy the folder of the data here")
+                                    "of its training: copy the data folder here")
         return tokenizer
     tokenizer = tokenizer_from_state(checkpoint['tokenizer'])
     if not checkpoint.get('masked', True):
