@@ -74,7 +74,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 import sample
 import train
-from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, mixing_flops, num_params
+from model import (
+    GPT,
+    LOOKUP_GROUPS,
+    GPTConfig,
+    account,
+    cost,
+    flops_per_token,
+    hidden_init,
+    mixing_flops,
+    num_params,
+)
 from prepare import (
     FORMATS,
     Bins,
@@ -263,7 +273,9 @@ def measure_params(config, model_args):
     cache = cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the KV cache needs "
           f"{per_token:,} bytes per token, {cache / 1e9:,.2f} GB at {length:,} tokens")
-    return {'params': n_params, 'active_params': n_active, 'flops_per_token': flops,
+    inner = sum(w.numel() for name, w in model.named_parameters()
+                if model.tags[name].group not in LOOKUP_GROUPS)
+    return {'params': n_params, 'active_params': n_active, 'inner_params': inner, 'flops_per_token': flops,
             'cache_bytes_per_token': per_token, 'cache_bytes': cache, 'dtype': plain(dtype)}
 
 

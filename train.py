@@ -775,6 +775,9 @@ def set_aside(out_dir, *patterns):
                 print0(f"renamed {path} of an earlier run to {new}")
 
 
+FINISHED = 'done', 'time_limit', 'diverged'  # statuses of runs that ended; the first two are reasons 0 and 1
+
+
 def note(out_dir, **facts):
     """Adds facts to run.json."""
     if RANK == 0:
@@ -1148,7 +1151,7 @@ if __name__ == '__main__':
     # the end
     if not eval_only:
         memory = peak_mb(device)
-        status = 'stopped' if reason > TIME_IS_OVER else 'time_limit' if reason else 'done'
+        status = 'stopped' if reason > TIME_IS_OVER else FINISHED[reason]
         note(out_dir, status=status, peak_mb=memory)
         if val_loss > run.best_val_loss:
             print0('warning: the last val loss is above the best; sample.py uses the best weights, best.pt')

@@ -2,12 +2,13 @@
 Which choice is better, and by how much? Trains variants of a run with the same seeds and data.
 
     python lab/compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
-    python lab/compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
     python lab/compare.py mlp --until=decided      # the list mlp of lab/variants.py
+    git worktree add ../old HEAD~1                 # makes a folder with the code of another commit
+    python lab/compare.py config/default.py --variants="['../old:', '', '--mlp=gelu']"
 
-The first variant is the baseline. A variant is flags for train.py, or a git revision and a colon,
-or both. The default revision, WORK, is the working tree. The script copies the code, so you may
-edit it meanwhile. Flags of train.py apply to all variants.
+The first variant is the baseline. A variant is flags for train.py, or a folder of code and a colon, or
+both. The default folder is this clone. The script copies the code, so you may edit it meanwhile. Flags of
+train.py apply to all variants.
 
 Finished runs in out-compare/ are used again, so you can stop and continue. Delete the
 folder if you change a checkpoint that a run starts from.
@@ -18,9 +19,6 @@ import sys
 if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.abspath(__file__ + '/../..')
 
-import concurrent.futures
-import contextlib
-import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -30,7 +28,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import tempfile
 from json import dumps, loads
@@ -45,9 +42,7 @@ from configurator import (
     is_example,
     print0,
     read_flag,
-    reading,
     run_file,
-    use_parts,
 )
 
 variants: list | dict | None = None  # additions to the command line, or {name: addition}
@@ -55,25 +50,22 @@ seeds: int | None = None          # runs per variant; None: 3, or up to 20 with 
 seed = 1337                       # first seed [< 2**62]
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
-match: str | None = None          # sets d_ff for equal sizes [in SIZES]
+match: str | None = None          # sets d_ff so that models are equal in this number [in COUNTS]
 json: bool | str = False          # True: print JSON too; or a file to append to
-OWN = declared(Path(__file__)).keys()
-FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
+OWN = {f'--{name}' for name in (*declared(Path(__file__)), 'help')}
 ARGV = sys.argv[1:] if __name__ == '__main__' else []
-ARGS = [arg for arg in ARGV if arg.partition('=')[0] in FLAGS or arg.endswith('.py')]
+ARGS = [arg for arg in ARGV if arg.endswith('.py') or arg[:2] == '--' and arg.partition('=')[0] not in OWN]
 settings = configure(globals(), words=1, argv=[arg for arg in ARGV if arg not in ARGS])
 config = settings.config
 
 import numpy as np
-import torch
 
-import train
-from bench import cache_per_token, json_output, named_model, print_json, print_table
-from model import LOOKUP_GROUPS, num_params
+from bench import json_output, print_json, print_table
 from prepare import Bins, data_folder
+from train import FINISHED, lock_folder
 
 RUNS = 'out-compare'
-SIZES = 'none', 'params', 'active', 'inner_params'  # inner: without embeddings
+COUNTS = 'none', 'params', 'active_params', 'inner_params'  # of bench.py params
 
 # variants ---------------------------------------------------------------------------------------------------
 
@@ -81,16 +73,27 @@ SIZES = 'none', 'params', 'active', 'inner_params'  # inner: without embeddings
 class Variant:
     """Code and arguments of train.py."""
     name: str
-    code: Path         # folder
-    digest: str        # hash of the code, then the data's meta.json and what line_settings returns
-    args: list         # without seed and out_dir
-    sizes: dict | None  # from measured_line; None: code of a revision, or a loaded model
+    code: Path      # folder
+    args: list      # without seed and out_dir
+    settings: dict  # all values of train.py and GPTConfig
+    inputs: list    # a hash of the code, the data's meta, texts of config files
+    sizes: dict | None = None  # from `measured`
 
     def folder(self, seed):
         """The folder of the run with this seed."""
-        args = [arg.replace(str(self.code), '') for arg in self.args]
-        digest = hashlib.sha256(dumps([self.digest, args, seed]).encode()).hexdigest()
-        return f'{RUNS}/{digest[:12]}'
+        text = dumps([self.inputs, self.settings, self.args, seed]).replace(str(self.code), '')
+        return f'{RUNS}/{hashlib.sha256(text.encode()).hexdigest()[:12]}'
+
+    def measured(self, *flags):
+        """The sizes of the model from bench.py. Raises ValueError."""
+        known = {*declared(self.code / 'model.py'), 'init_from', 'dataset'}
+        words = [arg for arg in (*self.args, *flags)
+                 if is_config(arg) or arg[2:].partition('=')[0] in known]
+        done = subprocess.run([sys.executable, str(self.code / 'bench.py'), 'params', *words, '--json=True'],
+                              encoding='utf-8', capture_output=True)
+        if done.returncode:
+            raise ValueError(f"variant {self.name!r}: {last_line(done.stderr)}")
+        return loads(last_line(done.stdout))
 
 
 def is_config(arg):
@@ -98,176 +101,108 @@ def is_config(arg):
     return arg.endswith('.py') and not arg.startswith('-')
 
 
-def git(*args, **variables):
-    """The output of a git command. variables: for its environment. Raises ValueError."""
-    done = subprocess.run(['git', *args], cwd=ROOT, encoding='utf-8', env=os.environ | variables,
-                          capture_output=True)
-    if done.returncode:
-        raise ValueError(f"lab/compare.py copies code from a clone, but `git {args[0]}` fails: {done.stderr}")
-    return done.stdout
+def last_line(text):
+    """The last line of a text."""
+    return text.strip().rpartition('\n')[2]
 
 
 @functools.cache
-def copy_code(revision, folder):
-    """Copies the Python files of a revision or of WORK to a new folder. Returns a hash of the files on
-    which a run depends."""
-    if revision == 'WORK':  # a separate index includes new files
-        git('add', '*.py', GIT_INDEX_FILE=f'{folder}.index')
-        revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
-    git('archive', f'--output={folder}.zip', revision, '*.py')
-    shutil.unpack_archive(f'{folder}.zip', folder)
-    others = {'config', 'docs', 'examples', 'tests', 'test_model.py', 'bench.py', 'lab'}
-    return hashlib.sha256(b''.join(
-        path.read_bytes() for path in sorted(folder.rglob('*.py')) if path.is_file()
-        and path.relative_to(folder).parts[0] not in others)).hexdigest()
+def copy_code(source, place):
+    """Copies a folder's Python files. Returns the copy, and a hash of the files on which a run depends."""
+    code = Path(tempfile.mkdtemp(dir=place))
+    digest = hashlib.sha256()
+    for path in sorted([*source.glob('*.py'), *source.glob('*/*.py')]):
+        name = path.relative_to(source)
+        (code / name).parent.mkdir(exist_ok=True)
+        shutil.copy(path, code / name)
+        # train.py reads default.py and finetune.py by itself
+        if name.name in ('default.py', 'finetune.py') or name.parts[0] not in (
+                'config', 'docs', 'examples', 'tests', 'test_model.py', 'bench.py', 'lab'):
+            digest.update(path.read_bytes())
+    return code, digest.hexdigest()
 
 
-def parse_variant(text):
-    """'HEAD~1: --norm=layernorm' -> ('HEAD~1', ['--norm=layernorm'])"""
-    revision, flags = re.fullmatch(r'(?s)\s*(?:([^\s:-][^\s:]*):(?=\s|-|$))?(.*)', text).groups()
-    return revision or 'WORK', shlex.split(flags)
+def add_texts(texts, path):
+    """Adds the text of a config file, and of the files next to it that it names. texts: {file: text}"""
+    text = texts[str(path)] = path.read_text('utf-8', 'replace')
+    for other in sorted(path.parent.glob('*.py')):
+        if str(other) not in texts and re.search(rf'\b{re.escape(other.stem)}\b', text):
+            add_texts(texts, other)
 
 
-def in_child(function, *args):
-    """Calls a function in another process, because config files may change modules. Raises
-    ValueError."""
-    with concurrent.futures.ProcessPoolExecutor(1) as pool:
-        try:
-            return pool.submit(function, *args).result()
-        except (ValueError, OSError) as error:
-            raise ValueError(str(error)) from None
-
-
-def line_settings(args, code):
-    """dataset and init_from of a command line of train.py, and a text of all values, config files and modules
-    that they import. code: its folder."""
-    known = declared(code / 'model.py') | declared(code / 'train.py')
-    settings = {name: setting.default for name, setting in known.items()}
+def make_variant(name, text, base, place):
+    """Makes a Variant. text: additions to base, a command line of train.py. Copies the code to a folder in
+    `place`. Raises ValueError or FileNotFoundError."""
+    words = shlex.split(text)
+    source = Path(words.pop(0)[:-1]) if words and words[0].endswith(':') else ROOT
+    known = declared(source / 'model.py') | declared(source / 'train.py')
+    code, digest = copy_code(source, place)
+    args = [*base, *words]
+    if not any(is_config(arg) and not is_example(arg) or arg.startswith('--init_from=') for arg in args):
+        args = ['config/default.py', *args]
+    args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
+    values = {name: setting.default for name, setting in known.items()}
+    texts = {}
     for arg in args:
-        if arg.startswith(('--seed=', '--out_dir=')):
-            raise ValueError(f"{arg} has no effect in a variant: use --seed and --seeds of lab/compare.py")
-        settings |= run_file(arg, settings) if is_config(arg) else read_flag(arg, known)
-    files = [path.read_text('utf-8', 'replace')
-             for arg in map(Path, filter(is_config, args)) for path in sorted(arg.parent.glob('*.py'))
-             if path.name == arg.name or path.stem in sys.modules]
-    # config files may read other files or the environment
-    values = {name: value for name, value in settings.items() if name[:2] != '__'}
-    text = dumps([files, values], skipkeys=True, default=lambda value: type(value).__name__)
-    return settings['dataset'], settings['init_from'], text.replace(str(code), '')
-
-
-def make_variants(texts, base, place):
-    """Makes Variants. texts: {name: additions to base}; base: a command line of train.py. Copies
-    the code to the folder `place`. Raises ValueError or FileNotFoundError."""
-    variants = []
-    for name, text in texts.items():
-        with reading(f'variant {text!r}'):
-            revision, flags = parse_variant(text)
-        code = place / revision.replace('/', '_')
-        digest = copy_code(revision, code)
-        args = [*base, *flags]
-        is_bare = not any(is_config(arg) and not is_example(arg) for arg in args)
-        if is_bare:
-            args = ['config/default.py', *args]
-        args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
-        dataset, init_from, values = in_child(line_settings, args, code)
-        if is_bare and init_from != 'scratch':
-            del args[0]  # the checkpoint has these settings
-        folder = data_folder(dataset)
-        meta = Bins(folder, 'train').meta
-        sizes = in_child(measured_line, args) if revision == 'WORK' else None
-        variants.append(Variant(name, code, digest + dumps(meta) + values, args, sizes))
-    return variants
-
-
-def measured_line(args):
-    """Sizes of the new model of a train.py command line; None if the line loads a model."""
-    with contextlib.redirect_stdout(None):
-        settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
-        config = settings.config
-        use_parts(settings, vars(train))
-    check_values(settings, config, vars(train))
-    if config['init_from'] != 'scratch':
-        return None
-    model = named_model(config, settings.model_args, 'meta')
-    name = 'd_ff' if model.config.n_expert is None else 'd_expert'
-    return {'name': name, 'width': getattr(model.config, name), 'params': num_params(model),
-            'active': num_params(model, active=True),
-            'inner_params': sum(w.numel() for name, w in model.named_parameters()
-                                if model.tags[name].group not in LOOKUP_GROUPS),
-            'cache_bytes_per_token': cache_per_token(model, torch.bfloat16)}
+        values |= run_file(arg, values) if is_config(arg) else read_flag(arg, known)
+        if is_config(arg):
+            add_texts(texts, Path(arg))
+    meta = Bins(data_folder(values['dataset']), 'train').meta
+    settings = {name: values[name] for name in known}
+    return Variant(name, code, args, settings, [digest, meta, texts])
 
 
 def match_size(variant, target, kind):
-    """Sets d_ff or d_expert so that the variant has `target` parameters within 1%. kind: 'params',
-    'active' or 'inner_params', what to count. Raises ValueError if no width fits."""
-    name = variant.sizes['name']
-    was = variant.sizes['width']
-
-    def excess(width):
-        variant.sizes = in_child(measured_line, [*variant.args, f'--{name}={width}'])
-        return variant.sizes[kind] - target
-
-    slope = (excess(was + 64) - excess(was)) / 64 or math.inf
-    exact = was - excess(was) / slope
-    for width in was, *(n * max(1, round(exact / n)) for n in (64, 8, 2)):
-        if abs(excess(width)) <= 0.01 * target:
-            break
-    else:
-        raise ValueError(f"variant {variant.name!r}: no {name} gives {target:,} parameters, as the baseline "
-                         "has: change width or depth, or use --match=none")
-    if width != was:
-        print(f"{variant.name}: {name}={width} (was {was})")
-        variant.args.append(f'--{name}={width}')
+    """Sets d_ff or d_expert so that the variant has `target` parameters within 1%. kind: one of COUNTS.
+    Raises ValueError if no width fits."""
+    if abs(variant.sizes[kind] - target) <= 0.01 * target:
+        return
+    name = 'd_ff' if variant.settings['n_expert'] is None else 'd_expert'
+    at_64, at_128 = (variant.measured(f'--{name}={width}')[kind] for width in (64, 128))
+    slope = (at_128 - at_64) / 64 or math.inf
+    for unit in 64, 8, 2:
+        width = unit * max(1, round((64 + (target - at_64) / slope) / unit))
+        if abs(at_64 + (width - 64) * slope - target) <= 0.01 * target:
+            print0(f"{variant.name}: {name}={width}")
+            variant.args.append(f'--{name}={width}')
+            return
+    raise ValueError(f"variant {variant.name!r}: no {name} gives {target:,} parameters, as the baseline has: "
+                     "change width or depth, or use --match=none")
 
 
 # runs -------------------------------------------------------------------------------------------------------
 
-def read_facts(folder):
-    """A run's run.json, or {}."""
-    path = Path(folder, 'run.json')
-    with reading(path):
-        return loads(path.read_text('utf-8')) if path.exists() else {}
-
-
 def read_run(folder):
     """The facts of a run that ended, or None. They have 'rows' of log.csv, or an 'error' if it diverged."""
-    facts = read_facts(folder)
-    if facts.get('status') in ('done', 'time_limit'):
-        path = f'{folder}/log.csv'
-        with reading(path):
-            rows = np.atleast_1d(np.genfromtxt(path, delimiter=',', names=True, encoding='utf-8'))
-        return facts | {'rows': rows, 'error': None if len(rows) else f'{path} is empty: raise --max_iters'}
-    return facts if facts.get('status') == 'diverged' else None
-
-
-def stop_with_parent():
-    """Makes this process stop if its parent is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    path = Path(folder, 'run.json')
+    facts = loads(path.read_text('utf-8')) if path.exists() else {}
+    if facts.get('status') not in FINISHED:
+        return None
+    if not facts['error']:
+        facts['rows'] = np.atleast_1d(np.genfromtxt(
+            f'{folder}/log.csv', delimiter=',', names=True, encoding='utf-8'))
+    return facts | {'folder': folder}
 
 
 def run_variant(variant, seed):
     """Starts or continues a run. Returns read_run's dict, or {'error': text} if it failed."""
-    folder = Path(variant.folder(seed))
-    args = [*variant.args, f'--seed={seed}']
-    folder.mkdir(parents=True, exist_ok=True)
-    printed = folder / 'printed.txt'
-    if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
+    folder = variant.folder(seed)
+    args = [*variant.args, f'--seed={seed}', f'--out_dir={folder}']
+    os.makedirs(folder, exist_ok=True)
+    if os.path.exists(f'{folder}/ckpt.pt') and variant.settings['time_limit'] is None:
         args.append('--init_from=resume')  # last, because config files may define a mixer
-    printed.unlink(missing_ok=True)  # a killed run may still print
-    with open(printed, 'w', encoding='utf-8') as f:
-        process = subprocess.Popen(
-            [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=stop_with_parent if sys.platform == 'linux' else None)
-    try:
-        process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        raise
-    last_line = printed.read_text('utf-8', errors='replace').strip().rpartition('\n')[2]
-    return read_run(folder) or {'error': f"{last_line} (exit status {process.returncode})"}
+    with open(f'{folder}/printed.txt', 'w+', encoding='utf-8', errors='replace') as f:
+        process = subprocess.Popen([sys.executable, str(variant.code / 'train.py'), *args], stdout=f,
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.terminate()  # it saves a checkpoint
+            process.wait()
+            raise
+        f.seek(0)
+        error = f"{last_line(f.read())} (exit status {process.returncode})"
+    return read_run(folder) or {'error': error}
 
 
 def run_all(variants, seeds, until, margin):
@@ -337,20 +272,16 @@ def comparison(variants, runs, until, margin):
     alpha = 0.05 / max(1, len(variants) - 1) if until else None
     rows = []
     for variant in finished:
-        sizes = variant.sizes or dict.fromkeys(('inner_params', 'cache_bytes_per_token'))
         of_variant = runs[variant.name]
-        losses = [run['rows'][column][-1] for run in of_variant]
-        ms = np.concatenate([run['rows']['ms_per_iter'][len(run['rows']) > 1:] for run in of_variant])
-        peaks = [run['peak_mb'] for run in of_variant]
-        row = {'variant': variant.name, 'column': column, 'losses': losses,
-               'loss': statistics.fmean(losses),
-               'sd': statistics.stdev(losses) if len(losses) > 1 else None,
-               'tokens': of_variant[0]['rows']['tokens'][-1],
-               'inner_params': sizes['inner_params'],
-               'ms': np.percentile(ms, [10, 50, 90]).tolist(),
-               'cache_bytes_per_token': sizes['cache_bytes_per_token'],
-               'peak_mb': None if None in peaks else statistics.median(peaks),
-               'params': of_variant[0]['params']}
+        logs = [run['rows'] for run in of_variant]
+        losses = [log[column][-1] for log in logs]
+        row = {'variant': variant.name, 'column': column, 'losses': losses, 'loss': np.mean(losses),
+               'sd': np.std(losses, ddof=1) if len(losses) > 1 else None,
+               'runs': [run['folder'] for run in of_variant],
+               'ms': np.median(np.concatenate([log['ms_per_iter'][len(log) > 1:] for log in logs])),
+               'tokens': logs[0]['tokens'][-1],
+               **{name: of_variant[0][name] for name in ('peak_mb', 'params')},
+               'cache_bytes_per_token': variant.sizes['cache_bytes_per_token']}
         if rows:
             row['difference'], row['half_interval'], row['verdict'] = paired_difference(
                 losses, rows[0]['losses'], alpha, margin)
@@ -363,18 +294,17 @@ def print_comparison(rows, until):
     table = {}
     for row in rows:
         mean, half = row.get('difference'), row.get('half_interval')
-        low, ms, high = row['ms']
         table[row['variant']] = [
             f"{row['loss']:.4f}" + ('' if row['sd'] is None else f" ± {row['sd']:.4f}"),
             ('baseline' if mean is None else f"{mean:+.4f}") +
             ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
-            row.get('verdict', ''), f"{len(row['losses'])}", f"{ms:.1f} ({low:.1f} to {high:.1f})",
+            row.get('verdict', ''), f"{len(row['losses'])}", f"{row['ms']:.1f}",
             *('n/a' if row[name] is None else f"{row[name]:,.0f}"
               for name in ('tokens', 'peak_mb', 'params', 'cache_bytes_per_token'))]
     column = rows[0]['column']
     print_table('variant', [
         f'{column} ± sd over seeds', 'difference from baseline, 95% interval', 'verdict', 'seeds',
-        'median ms/step (10% to 90%)', 'tokens read', 'peak MB', 'parameters', 'cache bytes/token'], table)
+        'median ms/step', 'tokens read', 'peak MB', 'parameters', 'cache bytes/token'], table)
     if column == 'val_bpb':
         print("warning: the data differ; bits per byte of different texts are compared")
     if until:
@@ -389,33 +319,28 @@ def compare(config, args, name=None):
     lists = runpy.run_path(str(ROOT / 'lab/variants.py'))['LISTS']
     known = lists.get(name, {})
     texts = config['variants'] or known.get('variants')
-    if not texts or name not in (None, *lists):
-        raise ValueError("nothing to compare: add --variants=\"['', '--norm=layernorm']\" or the name of a "
-                         f"list: {', '.join(lists)}")
-    named = texts if isinstance(texts, dict) else {str(text).strip() or 'base': text for text in texts}
+    if not texts or name and not known:
+        raise ValueError(f"lab/variants.py has no list {name!r}: name one of {', '.join(lists)}, or add "
+                         "--variants=\"['', '--norm=layernorm']\"")
+    if not isinstance(texts, dict):
+        texts = {text.strip() or 'base': text for text in texts}
     if known and not any(map(is_config, args)):
         args = [*shlex.split(known['base']), *args]
-    match = config['match'] or known.get('match')
+    match = config['match'] or known.get('match', 'none')
     until = config['until']
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
-    print0(f"{len(texts)} variants of train.py {shlex.join(args)}")
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
-        variants = make_variants(named, args, Path(place))
-        if len({variant.folder(seed) for variant in variants}) < len(texts):
-            raise ValueError("two variants are equal: remove one")
-        if match not in (None, 'none'):
-            if None in [variant.sizes for variant in variants]:
-                raise ValueError("--match needs new models of the working tree: add --match=none")
-            for variant in variants[1:]:
+        variants = [make_variant(name, text, args, place) for name, text in texts.items()]
+        for variant in variants:
+            variant.sizes = variant.measured()
+            if match != 'none':
                 match_size(variant, variants[0].sizes[match], match)
-        with train.lock_folder(RUNS):
+        with lock_folder(RUNS):
             runs = run_all(variants, seeds, until, config['margin'])
-        folders = {variant.name: [variant.folder(seed) for seed, _ in zip(seeds, runs[variant.name])]
-                   for variant in variants}
     rows = comparison(variants, runs, until, config['margin'])
     print_comparison(rows, until)
     failed = {name: of_variant[-1]['error'] for name, of_variant in runs.items() if of_variant[-1]['error']}
-    return {'rows': rows, 'runs': folders, 'failed': failed}
+    return {'rows': rows, 'failed': failed}
 
 
 if __name__ == '__main__':
