@@ -1,11 +1,9 @@
 """
-Measures how fast and how good a model is, and how much memory it needs.
+Measures how fast a model is and how much memory it needs.
 
     python bench.py train config/gpt2.py --n_layer=4 --n_head=4 --n_embd=128 --vs=../nanoGPT
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # parameters, FLOPs, KV cache
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
-    python bench.py eval --init_from=out                     # loss of val.bin
-    python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # a text or JSON lines
 
 --vs also times another implementation in turns: transformers with the same weights, uncompiled, or
 a clone of nanoGPT with the same shape.
@@ -13,7 +11,6 @@ a clone of nanoGPT with the same shape.
 import collections
 import contextlib
 import functools
-import itertools
 import math
 import re
 import runpy
@@ -38,15 +35,13 @@ from configurator import (
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-dataset = ''                      # sets a new model's vocabulary; for eval, the data to use; '': the run's
+dataset = ''                      # sets a new model's vocabulary
 json: bool | str = False          # True: print JSON too; or a file to append to
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
-# all commands but params [if command != 'params']
-device = 'auto'                   # as in train.py
-batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode; in eval, as
-                                  # many as give 256 MB of logits (2 GB on CUDA). Only
-                                  # train uses a config file's batch_size
 # train and decode [if command in ('train', 'decode')]
+device = 'auto'                   # as in train.py
+batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode. Only train uses a
+                                  # config file's batch_size
 vs = ''                           # folder of nanoGPT, or transformers
 rounds = 5                        # how often each model is timed [>= 1]
 compile: bool | str = 'auto'      # auto: only for train, if possible [in (True, False, 'auto')]
@@ -58,19 +53,14 @@ optimizer = 'adamw'               # adamw, muon [in train.OPTIMIZERS]
 # decode [if command == 'decode']
 prompt_len = 32                   # tokens of the prompt [>= 1]
 max_new_tokens = 200              # tokens generated [>= 2]
-# decode and eval [if command in ('decode', 'eval')]
 quantize = ''                     # int8, as in sample.py [in ('', 'int8')]
-# eval [if command == 'eval']
-lengths: list[int] | None = None  # context lengths to evaluate, as multiples of the trained length [>= 1]
 # params [if command == 'params']
 contexts: list[int] | None = None  # lengths of prompts, in tokens [>= 1]
-settings = configure(globals(), 'GPTConfig', words=1 + ('eval' in sys.argv), default_file='config/default.py')
+settings = configure(globals(), 'GPTConfig', words=1, default_file='config/default.py')
 config, model_args, words, given, *_ = settings
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 import sample
 import train
@@ -85,19 +75,7 @@ from model import (
     mixing_flops,
     num_params,
 )
-from prepare import (
-    FORMATS,
-    Bins,
-    Conversation,
-    count_bytes,
-    data_folder,
-    ending,
-    find_source,
-    is_prepared,
-    load_tokenizer,
-    read_meta,
-)
-from tokenizer import pieces
+from prepare import Bins, data_folder, is_prepared, read_meta
 
 # timing -----------------------------------------------------------------------------------------------------
 
@@ -346,14 +324,13 @@ def our_step(model, forward, batch, machine, config):
     weights."""
     run = train.Run(model, train.config | config, machine)
     run.forward = forward
-    load = None
+    row = {}
 
     def gradients():
-        nonlocal load
-        _, load = train.gradients(run, [(*batch, 1.0)])
+        row.update(train.gradients(run, [train.Batch(*batch)]))
 
     def update():
-        train.update(run, load)
+        train.update(run, row['load'])
     return gradients, update
 
 
@@ -421,7 +398,7 @@ def measure_train(config, model_args):
 
 @torch.no_grad()
 def time_other(model, prompts, new):
-    """Seconds per step of another model's generate, except the first step."""
+    """Seconds per step of generate in transformers, except the first step."""
     idx = torch.tensor(prompts, device=next(model.parameters()).device)
     stamps = []
 
@@ -430,12 +407,8 @@ def time_other(model, prompts, new):
         stamps.append(time.perf_counter())
     hook = model.register_forward_hook(clock)
     with precision_of_others(str(idx.device)):
-        if hasattr(model, 'configure_optimizers'):  # nanoGPT has no cache: time middle steps
-            count = max(8, new // 10)
-            model.generate(F.pad(idx, (0, (new - count) // 2)), count, top_k=200)
-        else:
-            model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new, min_new_tokens=new,
-                           do_sample=True, temperature=0.8, top_k=200, pad_token_id=0)
+        model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new, min_new_tokens=new,
+                       do_sample=True, temperature=0.8, top_k=200, pad_token_id=0)
     hook.remove()
     return np.diff(stamps)
 
@@ -448,6 +421,9 @@ def measure_decode(config, model_args):
                                        bound_by_memory=compile or config['quantize'])
     model.eval()
     batch_size = config['batch_size'] or 1
+    if config['prompt_len'] + new > model.config.block_size:
+        raise ValueError(f"prompt_len={config['prompt_len']} and max_new_tokens={new} exceed "
+                         f"block_size={model.config.block_size}: lower them")
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
 
     def ours(prompts):
@@ -478,139 +454,21 @@ def measure_decode(config, model_args):
     return numbers | {'prefill_ms': prefill_ms, 'bandwidth_share': share}
 
 
-# how good ---------------------------------------------------------------------------------------------------
-
-def measure_eval(config, model_args, path=None):
-    """Evaluates the model on a text, JSON lines, or a val.bin."""
-    dataset = config['dataset']
-    lengths = config['lengths']
-    meta = read_meta(data_folder(dataset)) if dataset else None
-    load = functools.partial(train.load_to_train, config['init_from'], 'out', meta=meta)
-    model, tokenizer, rest = load(asked=model_args)
-    base = model.config.block_size
-    if lengths:
-        model, *_ = load(asked=model_args | {'block_size': base * max(lengths)})
-    machine = runtime(config['device'], config['dtype'], config['seed'])
-    model.to(machine.device).eval()
-    if config['quantize']:
-        from zoo.weights import quantize_weights
-        quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
-    print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")
-    sums = functools.partial(sums_by_position, model, machine=machine, batch_size=config['batch_size'])
-    if path and tokenizer is None:
-        raise ValueError(rest['no_tokenizer'])
-    name = path or data_folder(dataset or rest.get('config', {}).get('dataset'))
-    if path:
-        documents = text_tokens(name, tokenizer)
-    else:
-        bins = Bins(name, 'val')
-        bins.vocab_size = model.config.vocab_size
-        documents = prepared_tokens(bins, name, tokenizer, rest['path'])
-        base = bins.meta['block_size'] or base  # conversations are packed into slots
-    numbers = evaluate_text(name, documents, tokenizer, base, lengths, sums)
-    return {'path': rest['path'], 'params': num_params(model), 'data': name, 'device': machine.device,
-            'dtype': plain(machine.dtype), **numbers}
-
-
-def prepared_tokens(bins, folder, tokenizer, path):
-    """Reads a folder's val split. Returns documents (2, tokens) of inputs and targets, in which
-    masked targets are -1. Raises ValueError if tokenizers differ."""
-    bins.check_vocabulary()
-    if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
-        raise ValueError(f"{folder} was prepared with another tokenizer than that of {path}: prepare it with "
-                         f"--tokenizer={path}")
-    documents = []
-    for shard, mask in itertools.zip_longest(bins.shards, bins.masks):
-        ids = shard.astype(np.int64)
-        learned = True if mask is None else mask[1:]
-        documents.append(np.stack([ids[:-1], np.where(learned, ids[1:], -1)]))
-    return documents
-
-
-def text_tokens(path, tokenizer):
-    """The same for a text or JSON lines. Documents start with end of text, so that the first token
-    is a target too."""
-    start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
-    documents = []
-    for document in find_source(path).documents():
-        if isinstance(document, Conversation):
-            raise ValueError(f"{path} has conversations: run prepare.py with it, then add --dataset")
-        texts = [text for text, _ in pieces(document, tokenizer.can_cut)]
-        documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
-    if documents and ending(path) not in FORMATS:
-        documents = [np.concatenate(documents)]
-    return [np.stack([ids[:-1], ids[1:]]) for ids in documents]
-
-
-@torch.no_grad()
-def sums_by_position(model, rows, machine, batch_size):
-    """rows: (inputs, targets) of at most T tokens. Returns the sum of losses in nats and the number of
-    targets at each position: (2, T)."""
-    lengths = torch.tensor([row.shape[1] for row in rows])
-    longest = int(lengths.max())
-    at_once = 2**29 if 'cuda' in machine.device else 2**26
-    n = batch_size or max(1, at_once // (model.config.vocab_size * longest))
-    sums = torch.zeros(2, longest, dtype=torch.float64)
-    for batch in lengths.argsort(descending=True).split(n):
-        padded = pad_sequence([torch.from_numpy(rows[i].T) for i in batch], True, -1)
-        inputs, targets = padded.to(machine.device).unbind(-1)
-        with machine.autocast():
-            logits = model(inputs.clamp(min=0)).flatten(0, 1).float()
-        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none')
-        losses = losses.view_as(targets).cpu().double()
-        sums[:, :losses.shape[1]] += torch.stack([losses.sum(0), (targets != -1).sum(0).cpu()])
-    return sums.numpy()
-
-
-def evaluate_text(name, documents, tokenizer, base, lengths, sums):
-    """Prints and returns measures of documents (inputs, targets). sums: sums_by_position for a
-    model; base: tokens per row; lengths: multiples of base. Only the last base tokens of a row
-    count, so that each length has the same targets."""
-    by_length = {}
-    longest = base * max(lengths or [1])
-    for length in (times * base for times in lengths or [1]):
-        rows = [document[:, end - length:end] for document in documents
-                for end in range(longest, document.shape[1] + (1 if lengths else base), base)]
-        if not rows:
-            raise ValueError(f"{name} has no text of {longest:,} tokens")
-        losses, counts = sums(rows)
-        n_targets = int(counts[-base:].sum())
-        loss = float(losses[-base:].sum()) / n_targets
-        starts = [0, *(2**i for i in range((len(losses) - 1).bit_length()))]
-        by_position = np.add.reduceat(losses, starts) / np.add.reduceat(counts, starts).clip(1)
-        by_length[str(length)] = {'loss': loss, 'perplexity': math.exp(min(loss, 99)), **{
-            f'loss at positions {start + 1}-{max(1, 2 * start)}': float(mean)
-            for start, mean in zip(starts, by_position)}}
-    print(f"{name}: {n_targets:,} predicted tokens in {len(rows):,} sequences")
-    print_table('context in tokens', [*by_length], {
-        line: [f"{column[line]:.4f}" if line in column else '' for column in by_length.values()]
-        for line in max(by_length.values(), key=len)})
-    n_bytes = tokenizer and sum(count_bytes(row[1, -base:], tokenizer) for row in rows)
-    numbers = {'targets': n_targets, 'bytes': n_bytes}
-    if lengths:
-        return numbers | {'lengths': by_length}
-    numbers |= by_length[str(base)]
-    if n_bytes:
-        numbers['bits_per_byte'] = loss * n_targets / math.log(2) / n_bytes
-        print(f"{numbers['bits_per_byte']:.4f} bits per byte ({n_bytes:,} bytes)")
-    return numbers
-
-
 # ------------------------------------------------------------------------------------------------------------
 
-COMMANDS = {'train': measure_train, 'decode': measure_decode, 'params': measure_params, 'eval': measure_eval}
+COMMANDS = {'train': measure_train, 'decode': measure_decode, 'params': measure_params}
 
 if __name__ == '__main__':
     use_parts(settings, vars(train))
-    command, *more = words or ['']
+    command, = words or ['']
     if command not in COMMANDS:
         raise ValueError(f"{command!r} is not a command: choose one of {', '.join(COMMANDS)}, as in "
                          "python bench.py train config/small.py")
     fields = vars(GPTConfig(**model_args)) if init_from == 'scratch' else {}
     check_values(settings, config, globals())
     check_effects(settings, fields | config, globals())
-    if command != 'train' and given.get('batch_size') != 'flags':
-        config['batch_size'] = None
     if given.get('dataset') == 'flags':
         Bins(data_folder(dataset), 'val')  # raises FileNotFoundError
-    print_json(json_output(json), **COMMANDS[command](config, model_args, *more))
+    if command != 'train' and given.get('batch_size') != 'flags':
+        config['batch_size'] = None
+    print_json(json_output(json), **COMMANDS[command](config, model_args))

@@ -583,8 +583,7 @@ class GPT(nn.Module):
             cache.advance(T, lengths)
         if targets is None:
             return self.head(last_tokens(x, keep, lengths))
-        loss, logits = self.loss(x, targets, keep, lengths)
-        aux = {} if keep is None else {'logits': logits}
+        loss, aux = self.loss(x, targets, keep, lengths)
         if context.routing:
             from experts import routing_losses
             aux |= routing_losses(context.routing)
@@ -629,10 +628,11 @@ class GPT(nn.Module):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss(self, x, targets, keep=None, lengths=None):
-        """Output of the last block -> mean cross entropy, 0-d, and the logits of the last `keep`
-        tokens, or None. A sharded model compiles this method as one graph."""
+        """Output of the last block -> mean cross entropy, 0-d, and aux: with keep, the last logits. A sharded
+        model compiles this method as one graph."""
         logits = self.head(x)
-        return cross_entropy(logits, targets), None if keep is None else last_tokens(logits, keep, lengths)
+        return cross_entropy(logits, targets), {} if keep is None else {
+            'logits': last_tokens(logits, keep, lengths)}
 
     def compute_dtype(self):
         w = self.wte.weight
@@ -690,7 +690,9 @@ class ForwardContext:
     handed: dict                  # layer -> value that it passed to hand_on
 
     def __init__(self, **values):
-        vars(self).update(values, handed={})  # no dataclass: FSDP would copy it for each block
+        self.handed = {}  # no dataclass: FSDP would copy it for each block
+        for name, value in values.items():  # vars(self).update does not compile before torch 2.13
+            setattr(self, name, value)
 
     def hand_on(self, layer, value):
         """Passes `value`, a tensor or a tuple of tensors, to later layers as handed[layer]. Keys

@@ -105,9 +105,10 @@ warmup_iters = 2000                  # linear warm-up
 decay_lr = True                      # False: constant after warm-up
 # the decay [if decay_lr]
 lr_schedule = 'cosine'               # cosine, linear, wsd (constant, then linear) [in SCHEDULES]
-cooldown = 0.4                       # share of wsd's decay [> 0] [<= 1] [if lr_schedule == 'wsd']
 lr_decay_iters: int | None = None    # end of the decay; None: max_iters [>= 1]
 min_lr: float | None = None          # final rate; None: a tenth of the peak [<= learning_rate]
+# a cooldown [if lr_schedule not in WITHOUT_COOLDOWN]
+cooldown = 0.4                       # share of the iterations after the warm-up [> 0] [<= 1]
 # system
 backend = 'auto'                     # auto: nccl on CUDA, otherwise gloo [if TORCHRUN]
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
@@ -127,6 +128,7 @@ os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # deterministic pro
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -136,7 +138,6 @@ from model import (
     GROUPS,
     GPTConfig,
     flops_per_token,
-    make_block,
     num_params,
     row_splits,
     try_tokens,
@@ -145,11 +146,20 @@ from prepare import Bins, count_bytes, data_folder, load_tokenizer, read_meta
 
 # learning rate ----------------------------------------------------------------------------------------------
 
-SCHEDULES = {  # (share of the decay done, cooldown) -> 1 at the peak, 0 at min_lr
-    'cosine': lambda done, cooldown: 0.5 * (1 + math.cos(math.pi * done)),
-    'linear': lambda done, cooldown: 1 - done,
-    'wsd': lambda done, cooldown: min(1.0, (1 - done) / cooldown),  # arXiv:2404.06395
+SCHEDULES = {  # share of the decay that is done -> 1 at the peak, 0 at min_lr
+    'cosine': lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    'linear': lambda done: 1 - done,
+    'wsd': lambda done: 1 - done,  # warm-up, stable, decay: arXiv:2404.06395
 }
+WITHOUT_COOLDOWN = 'cosine', 'linear'  # the others are constant until their cooldown
+
+
+def share_done(it, config):
+    """The share of the decay, 0 to 1, that is done before iteration `it`."""
+    share = 1.0 if config['lr_schedule'] in WITHOUT_COOLDOWN else config['cooldown']
+    end = config['lr_decay_iters'] or config['max_iters']
+    left = (end - it) / max(1, end - config['warmup_iters'])
+    return 1 - min(1.0, max(0.0, left) / share)
 
 
 def lr_at(it, config):
@@ -160,10 +170,8 @@ def lr_at(it, config):
         return peak * (it + 1) / (warmup + 1)
     if not config['decay_lr']:
         return peak
-    end = config['lr_decay_iters'] or config['max_iters']
-    done = min(1.0, (it - warmup) / max(1, end - warmup))
     floor = peak / 10 if config['min_lr'] is None else config['min_lr']
-    return floor + SCHEDULES[config['lr_schedule']](done, config['cooldown']) * (peak - floor)
+    return floor + SCHEDULES[config['lr_schedule']](share_done(it, config)) * (peak - floor)
 
 
 def set_rates(optimizers, lr):
@@ -229,9 +237,16 @@ def to_device(arrays, device):
     return [tensor.to(device) for tensor in batch]
 
 
+@dataclasses.dataclass
+class Batch:
+    """A micro-batch. The mean of weight * loss over micro-batches and ranks is the mean loss over targets."""
+    inputs: torch.Tensor   # (B, T)
+    targets: torch.Tensor  # (B, T), -1: no target
+    weight: float = 1.0    # or a 0-d tensor
+
+
 def read_batches(run, bins):
-    """Yields this rank's micro-batches of each iteration, [(inputs, targets, weight)]. The mean of
-    weight * loss over all ranks is the mean loss over targets."""
+    """Yields this rank's micro-batches of each iteration, [Batch]."""
     config = run.config
     device = run.machine.device
     block_size = run.model.config.block_size
@@ -247,24 +262,28 @@ def read_batches(run, bins):
             counts = np.float32([np.count_nonzero(targets != -1) for _, targets in arrays])
             counts, = to_device([counts], device)
             weights = counts * (accumulation * RANKS) / all_reduce(counts.sum()).clamp(min=1)
-        yield [(*to_device(array, device), weight) for array, weight in zip(arrays, weights)]
+        yield [Batch(*to_device(array, device), weight) for array, weight in zip(arrays, weights)]
+
+
+def evaluation_batches(run, bins, batches):
+    """Yields this rank's share of at most `batches` batches (inputs, targets) of evenly spread sequences."""
+    batch_size = run.config['batch_size']
+    n = bins.n_sequences(run.model.config.block_size)
+    count = min(n, batches * batch_size)
+    for start in range(0, count, RANKS * batch_size):  # sharding needs equal calls on all ranks
+        places = np.arange(batch_size) + start + RANK * batch_size
+        # fill the last batch so that nothing recompiles
+        inputs, targets = bins.batch(places % count * n // count, run.model.config.block_size)
+        yield inputs, np.where(places[:, None] < count, targets, -1)
 
 
 @torch.no_grad()
 def evaluate(run, bins, batches, tokenizer=None):
-    """Returns the mean loss (nan without targets), the number of targets and their bytes, over at most
-    `batches` batches of evenly spread sequences."""
-    batch_size = run.config['batch_size']
-    block_size = run.model.config.block_size
-    n = bins.n_sequences(block_size)
-    count = min(n, batches * batch_size)
+    """Returns the mean loss (nan without targets), the number of targets and their bytes, over
+    evaluation_batches."""
     totals = np.zeros(3)
     run.model.eval()
-    for start in range(0, count, RANKS * batch_size):  # sharding needs equal calls on all ranks
-        places = np.arange(batch_size) + start + RANK * batch_size
-        # fill the last batch so that nothing recompiles
-        inputs, targets = bins.batch(places % count * n // count, block_size)
-        targets = np.where(places[:, None] < count, targets, -1)
+    for inputs, targets in evaluation_batches(run, bins, batches):
         n_targets = np.count_nonzero(targets != -1)
         with run.machine.autocast():
             loss, _ = run.model(*to_device((inputs, targets), run.machine.device))
@@ -274,6 +293,26 @@ def evaluate(run, bins, batches, tokenizer=None):
     run.model.train()
     total, n_targets, n_bytes = all_reduce(torch.from_numpy(totals)).tolist()
     return total / n_targets if n_targets else math.nan, int(n_targets), n_bytes
+
+
+@torch.no_grad()
+def print_by_position(run, bins, batches):
+    """Prints the mean loss of evaluation_batches for tokens at positions 1, 2, 3 to 4, 5 to 8 ... of their
+    sequences."""
+    block_size = run.model.config.block_size
+    sums = torch.zeros(2, block_size, dtype=torch.float64)  # losses, targets
+    run.model.eval()
+    for arrays in evaluation_batches(run, bins, batches):
+        inputs, targets = to_device(arrays, run.machine.device)
+        with run.machine.autocast():
+            _, aux = run.model(inputs, targets, keep=block_size)
+        losses = F.cross_entropy(aux['logits'].mT, targets, ignore_index=-1, reduction='none')
+        sums += torch.stack([losses, targets != -1]).sum(1).cpu()
+    print0('positions  loss')
+    ends = [2**i for i in range((block_size - 1).bit_length())] + [block_size]
+    for start, end in zip([0, *ends], ends):
+        total, count = sums[:, start:end].sum(1).tolist()
+        print0(f"{start + 1:,} to {end:,}  {total / count if count else math.nan:.4f}")
 
 
 def evaluate_splits(run, train_bins, val_bins, tokenizer):
@@ -321,7 +360,6 @@ class Muon(torch.optim.Optimizer):
             sharded = [move for move in moves if is_sharded(move[0])]
             subtract_orthogonalised([move for move in moves if not is_sharded(move[0])], lr)
             if sharded:
-                from fsdp import subtract_whole
                 subtract_whole(subtract_orthogonalised, sharded, lr)
 
 
@@ -432,21 +470,11 @@ def load_optimizers(model, optimizers, states):
                     raise ValueError(f"the checkpoint's {name} {tuple(value.shape)} does not fit a parameter "
                                      f"{tuple(w.shape)}: resume with the code that trained it")
                 if is_sharded(w):
-                    from fsdp import split_like
-                    value = split_like(w, value)
+                        value = split_like(w, value)
             owners[w].state[w][name] = value.to(w.device) if torch.is_tensor(value) else value
 
 
 # memory -----------------------------------------------------------------------------------------------------
-
-def check_memory(config):
-    """Raises ValueError if the weights of the blocks exceed ten times this machine's memory."""
-    with torch.device('meta'):
-        block = make_block(config, config.n_layer - 1)
-    if os.name == 'posix' and config.n_layer * sum(w.nbytes for w in block.parameters()) > 10 * os.sysconf(
-            'SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'):
-        raise ValueError("the model needs more than ten times this machine's memory: lower n_layer or n_embd")
-
 
 def checkpoint_blocks(model, every):
     """Backward recomputes every n-th block (arXiv:1604.06174)."""
@@ -470,6 +498,55 @@ def forward_recomputed(block, x, context):
     return x
 
 
+# sharding (FSDP2, arXiv:2304.11277) -------------------------------------------------------------------------
+# Code that changes weights outside an optimizer's step must call reshard() of the model and of each block:
+# otherwise forward may use old weights. The imports are slow, so only sharded runs import them.
+
+def shard_model(model, machine):
+    """Splits the matrices, which forward gathers per block in the compute dtype. Vectors and routers, used in
+    float32, stay whole. Raises ValueError for float16 and LoRA."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if machine.dtype == torch.float16 or not all(w.requires_grad for w in model.parameters()):
+        raise ValueError("shard=True cannot be combined with dtype=float16 or lora_rank: leave one out")
+    mesh = dist.init_device_mesh(machine.device_type, (RANKS,))
+    policy = MixedPrecisionPolicy(machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole = {w for name, w in model.named_parameters()
+             if not GROUPS[model.tags[name].group] or 'router.' in name}
+    for part in *model.h, model:
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
+
+
+def split_like(w, value):
+    """This rank's part of a whole tensor, split like w."""
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(value.to(w.device), w.device_mesh, w.placements, src_data_rank=None)
+
+
+def gather(state):
+    """A state with whole tensors on rank 0's CPU, None elsewhere. All ranks must call it."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_map_only
+
+    def whole(x):
+        x = x.full_tensor()
+        return x.cpu() if RANK == 0 else None
+    return tree_map_only(DTensor, whole, state)
+
+
+def subtract_whole(subtract, moves, lr):
+    """Muon's subtract(moves, lr) for split matrices. Gathers as many at once as
+    there are ranks."""
+    moves.sort(key=lambda move: move[0].shape)
+    while moves:
+        some = moves[:RANKS]
+        del moves[:RANKS]
+        whole = [(torch.zeros(w.shape, device=w.device), update.full_tensor(), rows)
+                 for w, update, rows in some]
+        subtract(whole, lr)
+        for (w, *_), (change, *_) in zip(some, whole):
+            w += split_like(w, change)
+
+
 def is_sharded(w):
     """Whether w is a DTensor; importing that class would be slow."""
     return hasattr(w, 'full_tensor')
@@ -477,10 +554,10 @@ def is_sharded(w):
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-LOSSES = {  # minimised, not reported: key of aux -> setting of its weight
-    'balance': 'balance_loss',
-    'z': 'z_loss',
-    'mtp': 'mtp_loss',
+LOSSES = {  # minimised, not reported: key of aux -> setting of its weight, whether it is a mean over targets
+    'balance': ('balance_loss', False),
+    'z': ('z_loss', False),
+    'mtp': ('mtp_loss', True),
 }
 
 
@@ -534,7 +611,6 @@ class Run:
         if optimizers:
             state.update(optimizer=states, scaler=self.scaler.state_dict())
         if self.sharded:
-            from fsdp import gather
             state = gather(state)
         return state
 
@@ -559,40 +635,49 @@ def step(run, batch):
     lr = lr_at(run.iter_num, run.config)
     set_rates(run.optimizers, lr)
     seed_dropout(run.config['seed'], run.iter_num, RANK)
-    loss, load = gradients(run, batch)
+    row = gradients(run, batch)
+    load = row.pop('load')
     grad_norm, moved = update(run, load)
     run.iter_num += 1
     run.tokens += run.tokens_per_update
     run.skips = run.skips + ~moved
     run.in_a_row = (run.in_a_row + 1) * ~moved
-    return {'iter': run.iter_num, 'loss': loss, 'weight': sum(weight for *_, weight in batch), 'lr': lr,
-            'grad_norm': grad_norm,
-            # largest load relative to the mean
-            'load_max': None if load is None else (load.amax(1) / load.mean(1)).max()}
+    if load is not None:  # the largest relative to the mean
+        row['load_max'] = (load.amax(1) / load.mean(1)).max()
+    return row | {'iter': run.iter_num, 'lr': lr, 'grad_norm': grad_norm}
+
+
+def weighted_losses(aux, weight, config):
+    """The sum of the model's further losses in aux, times their weights. Raises KeyError for a loss that
+    LOSSES lacks. weight: of the micro-batch."""
+    total = 0.0
+    for name, value in aux.items():
+        if value.requires_grad:
+            setting, over_targets = LOSSES[name]
+            total = total + config[setting] * value * (weight if over_targets else 1.0)
+    return total
 
 
 def gradients(run, batch):
-    """Adds up the gradients of a batch. Returns the mean loss, and the load, (layers, experts), or None."""
+    """Adds up the gradients of a batch, [Batch]. Returns entries of the row of the log: 'loss', the mean over
+    this rank's micro-batches; 'weight', their sum; and 'load', (layers, experts), or None."""
     losses = []
     loads = []
-    for i, (inputs, targets, weight) in enumerate(batch, 1):
+    for i, micro in enumerate(batch, 1):
         if isinstance(run.forward, DDP):  # exchange gradients once per iteration
             run.forward.require_backward_grad_sync = i == len(batch)
         with run.machine.autocast():
-            loss, aux = run.forward(inputs, targets)
-        loss = loss * weight
+            loss, aux = run.forward(micro.inputs, micro.targets)
+        loss = loss * micro.weight
         losses.append(loss.detach())
-        if 'mtp' in aux:  # averaged like the loss
-            aux['mtp'] = aux['mtp'] * weight
-        for name, setting in LOSSES.items():
-            if name in aux:
-                loss = loss + run.config[setting] * aux[name]
+        loss = loss + weighted_losses(aux, micro.weight, run.config)
         if 'load' in aux:
             loads.append(aux['load'])
         # a loss that is not finite makes the gradients of all ranks nan
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         run.scaler.scale(loss / len(batch)).backward()
-    return sum(losses) / len(batch), all_reduce(sum(loads)) if loads else None
+    return {'loss': sum(losses) / len(batch), 'weight': sum(micro.weight for micro in batch),
+            'load': all_reduce(sum(loads)) if loads else None}
 
 
 def update(run, load):
@@ -775,9 +860,6 @@ def set_aside(out_dir, *patterns):
                 print0(f"renamed {path} of an earlier run to {new}")
 
 
-FINISHED = 'done', 'time_limit', 'diverged'  # statuses of runs that ended; the first two are reasons 0 and 1
-
-
 def note(out_dir, **facts):
     """Adds facts to run.json."""
     if RANK == 0:
@@ -811,9 +893,15 @@ def start_files(out_dir, after, old, **facts):
         set_aside(out_dir, *old)
 
 
+def number(x):
+    """A number, or a 0-d tensor, as a number. All ranks must call it, because a tensor may be sharded."""
+    x = x.full_tensor() if is_sharded(x) else x
+    return x.item() if torch.is_tensor(x) else x
+
+
 def log_row(path, wandb_run, row):
     """Adds a row to the log and to wandb's run, if any. A full disk loses the row, not the run."""
-    texts = {name: format(value, LOG_FIELDS[name]) for name, value in row.items() if value is not None}
+    texts = {name: format(number(x), LOG_FIELDS[name]) for name, x in row.items() if x is not None}
     if RANK == 0:
         try:
             with open(path, 'a', encoding='utf-8', newline='') as f:
@@ -831,10 +919,8 @@ def measure(run, row, seconds, epoch):
     tokens = run.tokens_per_update
     peak = peak_flops(run.machine.device, run.machine.dtype)
     shared = torch.stack([row['loss'], row['loss'].new_zeros(()) + row.pop('weight')])
-    names = [name for name, value in row.items() if torch.is_tensor(value)]
-    loss, weight, *values = torch.stack([*all_reduce(shared), *map(row.get, names)]).tolist()  # one wait
-    row |= zip(names, values)
-    return row | {
+    loss, weight = all_reduce(shared).tolist()
+    return {name: number(value) for name, value in row.items()} | {
         'tokens': run.tokens, 'epoch': run.tokens / epoch,
         'loss': loss / RANKS if weight else math.nan, 'ms_per_iter': seconds * 1e3,  # nan: no targets
         'tok_per_s': tokens / seconds, 'skipped': run.skipped, 'wall_s': run.wall_s,
@@ -855,6 +941,7 @@ def describe(row, seconds_left):
 
 STOP = 'SIGINT', 'SIGTERM', 'SIGHUP', 'SIGUSR1'
 TIME_IS_OVER = 1
+UNFINISHED = 'running', 'stopped'  # statuses in run.json of runs that wait to be continued
 
 
 def stop_on_signals():
@@ -882,6 +969,12 @@ def why_stop(signals, time_limit):
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
 
+def stop_reason(run, val_loss):
+    """Why the run ends after this evaluation, as a status for run.json; '' if it continues. All ranks must
+    return the same."""
+    return 'done' if run.iter_num >= run.config['max_iters'] else ''
+
+
 def print_sample(run, tokenizer, prompts):
     """Prints a sample. prompts: [ids]."""
     from sample import complete
@@ -900,12 +993,6 @@ def start_lora(model, config, source):
     """See zoo/weights.py."""
     from zoo.weights import start_lora
     return start_lora(model, config, source)
-
-
-def shard_model(model, machine):
-    """See fsdp.py."""
-    from fsdp import shard_model
-    shard_model(model, machine)
 
 
 # main program -----------------------------------------------------------------------------------------------
@@ -979,9 +1066,7 @@ if __name__ == '__main__':
     # model
     if model is None:
         with naming(model_args):
-            model_config = GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args})
-            check_memory(model_config)
-            model = GPT(model_config)
+            model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
             try_tokens(model)
     check_effects(settings, config | vars(model.config), globals())
     block_size = model.config.block_size
@@ -1035,7 +1120,7 @@ if __name__ == '__main__':
     print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
            f"{total / epoch:.2f} epochs, {total / n_params:.1f} tokens per parameter; checkpoints in "
            f"{out_dir}/")
-    if total > 4.5 * epoch and not eval_only:
+    if total > 4.5 * epoch:
         print0('warning: after about four passes over a text, a model gains little and may learn it by heart '
                '(arXiv:2305.16264): see whether val loss still falls, or set --epochs=4')
     if resumed and lr_at(first_it, config) > 1.1 * lr_at(first_it, config | source.get('config', {})):
@@ -1046,6 +1131,10 @@ if __name__ == '__main__':
                f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower it")
     batches = read_batches(run, train_bins)
     batch = next(batches, None)
+
+    if eval_only:
+        evaluate_splits(run, train_bins, val_bins, tokenizer)
+        print_by_position(run, val_bins, eval_iters)
 
     # compilation, ranks
     compile = resolve_compile(compile, device, flops_per_token(model) * max_iters * tokens / RANKS)
@@ -1087,21 +1176,22 @@ if __name__ == '__main__':
         files = [*(arg for arg in sys.argv[1:] if arg.endswith('.py')), '--init_from=resume']
     began = START - run.wall_s
     row = None
-    reason = 0
-    while True:
+    interrupted = 0
+    status = ''
+    while not (status or eval_only):
         goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
         timed_it = run.iter_num
         timed_at = time.time()
-        while run.iter_num < goal and not (reason or eval_only):
+        while run.iter_num < goal and not interrupted:
             row = step(run, batch)
             batch = next(batches, None)  # while the device computes
             it = run.iter_num
             if it == first_it + 1:
                 gc.freeze()  # later collections skip today's objects; checking them would pause all ranks
             if it < max_iters:
-                reason = why_stop(signals, time_limit)
+                interrupted = why_stop(signals, time_limit)
             # iterations 1 and 4 show the speed early
-            if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
+            if interrupted or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
                 count_skips(run)
                 now = time.time()
                 seconds = (now - timed_at) / (it - timed_it)
@@ -1110,21 +1200,20 @@ if __name__ == '__main__':
                 run.wall_s = now - began
                 row = measure(run, row, seconds, epoch)
                 print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
-                if (it == 1 or it % log_interval == 0) and it < goal and not reason:
+                if (it == 1 or it % log_interval == 0) and it < goal and not interrupted:
                     log_row(log_file, wandb_run, row)  # at goal: after the evaluation
 
-        if reason:  # a cluster may not wait
+        if interrupted:  # a cluster may not wait
             save(run, 'ckpt.pt', constant)
             print0(f"saved at iteration {run.iter_num:,} of {max_iters:,}, now evaluating; to continue: "
                    f"python train.py {shlex.join(sys.argv[1:] if parts else [f'--out_dir={out_dir}'])} "
                    "--init_from=resume")
         columns = evaluate_splits(run, train_bins, val_bins, tokenizer)
-        if eval_only:
-            break
         val_loss = columns.get('val_loss', math.nan)
         if columns and not math.isfinite(val_loss):
             diverge(run, f"val loss is {val_loss}")
-        improved = val_loss < run.best_val_loss
+        # a signal should not change what the continued run saves as best
+        improved = val_loss < run.best_val_loss and interrupted <= TIME_IS_OVER
         if improved:
             run.best_val_loss = val_loss
             run.best_iter = run.iter_num
@@ -1145,23 +1234,24 @@ if __name__ == '__main__':
         if sample_tokens and tokenizer and (RANK == 0 or shard):
             print_sample(run, tokenizer, val_bins.batch([0], 1)[0].tolist())
         run.wait_for_rank_0()
-        if reason or run.iter_num >= max_iters:
-            break
+        if interrupted:
+            status = 'time_limit' if interrupted == TIME_IS_OVER else 'stopped'
+        else:
+            status = stop_reason(run, val_loss)
 
     # the end
-    if not eval_only:
+    if status:
         memory = peak_mb(device)
-        status = 'stopped' if reason > TIME_IS_OVER else FINISHED[reason]
         note(out_dir, status=status, peak_mb=memory)
         if val_loss > run.best_val_loss:
             print0('warning: the last val loss is above the best; sample.py uses the best weights, best.pt')
-        if not reason:
-            print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
-                   f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-                   f"python sample.py {shlex.join([*files, f'--out_dir={out_dir}'])}")
+    if status and not interrupted:
+        print0(f"{status}: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
+               f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
+               f"python sample.py {shlex.join([*files, f'--out_dir={out_dir}'])}")
     if lock:
         lock.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if reason > TIME_IS_OVER:
-        sys.exit(reason)
+    if interrupted > TIME_IS_OVER:
+        sys.exit(interrupted)

@@ -29,5 +29,7 @@ def read_batches(run, bins):
         raise ValueError(f"block_size={block_size} must be a multiple of each of PIECES={PIECES}: change one")
     for it, batch in enumerate(read_whole_batches(run, bins), run.iter_num):
         length = block_size // n_pieces(it, run.config)
-        yield [(inputs.reshape(-1, length), targets.reshape(-1, length), weight)  # (B, T) -> (n B, T / n)
-               for inputs, targets, weight in batch]
+        for micro in batch:  # (B, T) -> (n B, T / n)
+            micro.inputs = micro.inputs.reshape(-1, length)
+            micro.targets = micro.targets.reshape(-1, length)
+        yield batch

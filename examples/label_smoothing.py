@@ -17,7 +17,7 @@ cross_entropy_loss = GPT.loss
 
 
 def loss(self, x, targets, keep=None, lengths=None):
-    """Output of the last block (B, T, C) -> mean loss, and the last `keep` logits."""
+    """Output of the last block (B, T, C) -> mean loss, and the last `keep` logits in aux."""
     if not self.training:
         return cross_entropy_loss(self, x, targets, keep, lengths)
     logits = self.head(x)
@@ -27,7 +27,7 @@ def loss(self, x, targets, keep=None, lengths=None):
     per_token = z - expected + Z_LOSS * z ** 2
     is_target = targets >= 0
     mean = torch.where(is_target, per_token, 0.0).sum() / is_target.sum().clamp(min=1)
-    return mean, None if keep is None else last_tokens(logits, keep, lengths)
+    return mean, {} if keep is None else {'logits': last_tokens(logits, keep, lengths)}
 
 
 GPT.loss = loss

@@ -62,7 +62,7 @@ import numpy as np
 
 from bench import json_output, print_json, print_table
 from prepare import Bins, data_folder
-from train import FINISHED, lock_folder
+from train import UNFINISHED, lock_folder
 
 RUNS = 'out-compare'
 COUNTS = 'none', 'params', 'active_params', 'inner_params'  # of bench.py params
@@ -176,7 +176,7 @@ def read_run(folder):
     """The facts of a run that ended, or None. They have 'rows' of log.csv, or an 'error' if it diverged."""
     path = Path(folder, 'run.json')
     facts = loads(path.read_text('utf-8')) if path.exists() else {}
-    if facts.get('status') not in FINISHED:
+    if facts.get('status', 'running') in UNFINISHED:
         return None
     if not facts['error']:
         facts['rows'] = np.atleast_1d(np.genfromtxt(

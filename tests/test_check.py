@@ -111,12 +111,16 @@ def test_training_equals_single_batches():
         expected, _ = with_dropout.model.eval()(inputs[rows], targets[rows])
         assert loss == pytest.approx(expected.item(), rel=1e-5)
     batch, = flat_train.read_batches(run, bins)
-    read = torch.cat([x for x, _, _ in batch]).tolist()
+    read = torch.cat([micro.inputs for micro in batch]).tolist()
     assert sorted(read) == sorted(inputs.tolist()) and read != inputs.tolist()
-    found, load = flat_train.gradients(run, batch)
+    row = flat_train.gradients(run, batch)
     loss, aux = run.model(inputs, targets)
-    assert found.item() == pytest.approx(loss.item(), rel=1e-5) and torch.equal(load, aux['load'])
-    further = sum(check.weighted(run.model(x, y)[1] | {'mtp': aux['mtp']}) for x, y, _ in batch)
+    assert row['loss'].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert torch.equal(row['load'], aux['load'])
+    further = 3 * 0.3 * aux['mtp']  # over all targets; the others are means over micro-batches
+    for micro in batch:
+        _, aux = run.model(micro.inputs, micro.targets)
+        further = further + 0.1 * aux['balance'] + 0.01 * aux['z']
     for w, grad in zip(run.params, torch.autograd.grad(loss + further / 3, run.params)):
         torch.testing.assert_close(w.grad, grad, atol=1e-5, rtol=1e-3)
 
@@ -125,21 +129,24 @@ def test_training_equals_single_batches():
 def test_a_skipped_update_changes_nothing(kind):
     run = new_run(check.randomized(check.tiny_config(GPTConfig(**MOE))).train(), optimizer=kind)
     idx = torch.randint(61, (2, 16))
-    flat_train.step(run, [(idx, idx, 1.0)])
+    flat_train.step(run, [flat_train.Batch(idx, idx)])
     before = copy.deepcopy(run.snapshot())
-    flat_train.step(run, [(idx, idx, math.nan)])
+    flat_train.step(run, [flat_train.Batch(idx, idx, math.nan)])
     for part in 'model', 'optimizer':
         torch.testing.assert_close(run.snapshot()[part], before[part], atol=0, rtol=0)
 
 
-SCHEDULES = {  # (share of the decay done, cooldown) -> share of the peak
+SCHEDULES = {  # share of the iterations after the warm-up, cooldown -> share of the peak
     'cosine': lambda done, cooldown: (1 + math.cos(math.pi * done)) / 2,
     'linear': lambda done, cooldown: 1 - done,
-    'wsd': lambda done, cooldown: min(1, (1 - done) / cooldown)}
+    'wsd': lambda done, cooldown: min(1, (1 - done) / cooldown),
+    '1-sqrt': lambda done, cooldown: 1 if done < 1 - cooldown else 1 - math.sqrt(
+        (done - (1 - cooldown)) / cooldown)}  # arXiv:2405.18392, equation 2
 
 
-def test_rates_equal_their_formulas():
-    """Warm-up over 10 iterations, then the schedule, down to a tenth."""
+def test_rates_equal_their_formulas(monkeypatch):
+    """Warm-up over 10 iterations, then the schedule, down to a tenth. A new shape has a cooldown."""
+    monkeypatch.setitem(flat_train.SCHEDULES, '1-sqrt', lambda done: 1 - math.sqrt(done))
     settings = flat_train.config | dict(learning_rate=1.0, warmup_iters=10, max_iters=110, cooldown=0.4)
     for name, share in SCHEDULES.items():
         for it in range(0, 140, 5):

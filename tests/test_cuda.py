@@ -62,7 +62,7 @@ def new_batch(device):
     torch.manual_seed(1)
     tokens = torch.randint(301, (4, 257))
     tokens[:, [70, 200]] = 3
-    return tokens[:, :-1].to(device), tokens[:, 1:].to(device), 1.0
+    return flat_train.Batch(tokens[:, :-1].to(device), tokens[:, 1:].to(device))
 
 
 def new_run(model, device, dtype=torch.float32, **settings):
@@ -78,8 +78,9 @@ def one_iteration(model, device, dtype=torch.float32, compiled=False):
     run = new_run(model, device, dtype)
     run.scaler = torch.amp.GradScaler(run.machine.device_type, enabled=False)
     run.forward = flat_train.compile_model(model, device) if compiled else model
-    loss, load = flat_train.gradients(run, [new_batch(device)])
-    return loss.item(), load, {name: w.grad.double().cpu() for name, w in model.named_parameters()}
+    row = flat_train.gradients(run, [new_batch(device)])
+    gradients = {name: w.grad.double().cpu() for name, w in model.named_parameters()}
+    return row['loss'].item(), row['load'], gradients
 
 
 @pytest.mark.parametrize('kind', KINDS)

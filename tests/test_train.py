@@ -78,11 +78,17 @@ def test_a_new_optimizer_is_one_entry_and_must_have_every_parameter(monkeypatch)
         new_run(tiny(), lr_scales={'wte': 3.0})
 
 
+def test_a_loss_without_an_entry_names_itself(monkeypatch):
+    monkeypatch.setattr(GPT, 'loss', lambda self, x, *args: (x.mean(), {'smooth': x.mean()}))
+    with pytest.raises(KeyError, match='smooth'):
+        flat_train.step(new_run(tiny()), [flat_train.Batch(*torch.randint(61, (2, 2, 8)))])
+
+
 def test_states_of_optimizers_follow_the_names_of_parameters():
     """Parameters and groups may have another order. Unknown names and other shapes are errors."""
     run = new_run(tiny(), optimizer='muon')
     idx = torch.randint(61, (2, 8))
-    flat_train.step(run, [(idx, idx, 1.0)])
+    flat_train.step(run, [flat_train.Batch(idx, idx)])
     states = run.snapshot()['optimizer']
     model = tiny()
     model.tags = dict(reversed(model.tags.items()))
@@ -111,9 +117,14 @@ def test_an_epoch_reads_each_sequence_once_in_near_blocks():
         assert np.median(np.abs(np.diff(half))) > 64 * 1000  # neighbours are not read one after the other
 
 
-@pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
+@pytest.mark.parametrize('kind', [*flat_train.OPTIMIZERS, 'sgd'])
 def test_an_iteration_waits_for_nothing_that_the_device_computes(kind, monkeypatch):
-    """Fake tensors have no data, so they raise an error if their value is needed."""
+    """Fake tensors have no data, so they raise an error if their value is needed. Also with the optimizer of
+    docs/extending.md."""
+    recipes = (ROOT / 'docs/extending.md').read_text('utf-8')
+    recipe = re.search(r'^\+def sgd.*?(?=^ )', recipes, re.M | re.S)[0]
+    exec(recipe.replace('\n+', '\n')[1:], sgd := {**vars(flat_train)})
+    monkeypatch.setitem(flat_train.OPTIMIZERS, 'sgd', sgd['sgd'])
     monkeypatch.setattr(GPT, 'init_weights', lambda self: None)
     # on CPUs the model looks at its targets, unless it is being compiled
     monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
@@ -123,7 +134,7 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(kind, monkeypat
         model = tiny(n_expert=4, n_dense_layer=1, balance_bias=True)
         run, idx = new_run(model, machine, optimizer=kind), torch.zeros(2, 16, dtype=torch.long)
         for _ in range(2):
-            flat_train.step(run, [(idx, idx, 1.0)] * 2)
+            flat_train.step(run, [flat_train.Batch(idx, idx)] * 2)
         with pytest.raises(DataDependentOutputException):
             flat_train.count_skips(run)
 
@@ -442,6 +453,24 @@ def test_tokens_are_counted_as_they_are_read(folder):
     rows = log_rows('out')
     assert [int(rows[i]['tokens']) for i in (-1, 0)] == [read + (main['max_iters'] - 10) * 12 * 8, 12 * 16]
     assert float(rows[-1]['epoch']) == pytest.approx(int(rows[-1]['tokens']) / 3000, rel=1e-3)
+
+
+def test_eval_only_reads_any_length_and_prints_losses_by_position(folder, capsys):
+    train('--out_dir=out', '--max_iters=3', '--learning_rate=0.01')
+    write_masks()
+    capsys.readouterr()
+    main = train('--out_dir=new', '--init_from=out', '--eval_only', '--block_size=8', '--eval_iters=99')
+    printed = capsys.readouterr().out
+    ids = torch.from_numpy(np.fromfile('data/toy/val.bin', '<u2')[:801].astype(np.int64))
+    is_target = torch.from_numpy(np.fromfile('data/toy/val.mask.bin', bool)[1:801]).view(-1, 8)
+    logits = main['model'].eval()(ids[:-1].view(-1, 8)).double()
+    losses = (logits.logsumexp(-1) - logits.gather(-1, ids[1:].view(-1, 8, 1))[..., 0]).where(is_target, 0)
+    for first, last in (1, 1), (2, 2), (3, 4), (5, 8):
+        columns = slice(first - 1, last)
+        mean = losses[:, columns].sum() / is_target[:, columns].sum()
+        assert f'{first} to {last}  {mean.item():.4f}\n' in printed
+    assert f'val loss {losses.sum().item() / is_target.sum().item():.4f}' in printed
+    assert not os.path.exists('new')
 
 
 # checkpoints ------------------------------------------------------------------------------------------------
