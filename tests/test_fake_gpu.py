@@ -75,15 +75,12 @@ def test_a_run_is_resumed_sampled_measured_and_exported(folder):
         ['train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=6'],
         ['train.py', *RUN, '--init_from=whole', '--lora_rank=2', '--out_dir=lora'],
         [*sampling, '--start=LINES:prompts.txt', '--batch_size=2', '--output=gpu.jsonl'],
-        [*sampling, '--start=a', '--speculate=2'],
         [*sampling, '--start=a', '--quantize=int8', '--compile=True'],
         [*sampling, '--start=a', '--quantize=int8', '--dtype=float16'],
         ['bench.py', 'train', '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16',
          '--vocab_size=23', '--window=None', '--window_pattern=None', '--batch_size=2', '--steps=1',
          '--compile=False', *speed],
         ['bench.py', 'decode', '--init_from=whole', '--max_new_tokens=4', '--prompt_len=3', *speed],
-        ['bench.py', 'eval', '--init_from=whole', '--json=numbers.jsonl'],
-        ['bench.py', 'params', '--n_layer=1', '--n_head=2', '--n_embd=32'],
         ['lab/check.py', str(ROOT / 'config' / 'gpt2.py')],
         ['zoo/hub.py', 'export', 'whole', 'export'],
         [*sampling, '--init_from=export', '--start=a', '--output=export.jsonl'])
@@ -100,30 +97,19 @@ def test_a_run_is_resumed_sampled_measured_and_exported(folder):
     (text, _), = on_fake_gpu([*chat, '--init_from=export', '--start=a', '--chat'])
     assert f'> a\n{own}' in text
     speeds = [json.loads(line) for line in Path('numbers.jsonl').read_text().splitlines()]
-    assert [numbers['device'] for numbers in speeds] == ['cuda:0'] * 3
-    assert speeds[-1]['loss'] == pytest.approx(float(log_rows('whole')[-1]['val_loss']), rel=0.02)
+    assert [numbers['device'] for numbers in speeds] == ['cuda:0'] * 2
 
 
-def test_lab_compare_trains_on_the_gpu(folder):
-    (text, _), = on_fake_gpu(['lab/compare.py', *RUN, "--variants=['']", '--seeds=1', '--sample_tokens=0'])
-    assert re.search(r'^base +\d\.\d{4}', text, re.M), text
-    assert 'device cuda:0' in '\n'.join(path.read_text() for path in Path('out-compare').rglob('*.txt'))
-
-
-def test_two_ranks_equal_one(folder):
-    run = [*RUN, '--sample_tokens=0', '--n_expert=4', '--n_expert_active=4', '--d_expert=16']
+def test_two_sharded_ranks_equal_one(folder):
+    run = [*RUN, '--n_expert=4', '--n_expert_active=4', '--d_expert=16']
     train('--out_dir=one', *run[3 + len(TOY):], '--device=cpu')
-    words = [FAKE, str(ROOT / 'train.py'), *run, '--backend=gloo']
-    text = torchrun(2, *words, '--out_dir=ddp')
-    torchrun(2, *words, '--out_dir=fsdp', '--shard=True', '--sample_tokens=3')
-    assert 'device cuda:0' in text
-    for out in 'ddp', 'fsdp':
-        assert losses(out) == pytest.approx(losses('one'), rel=1e-4)
+    text = torchrun(2, FAKE, str(ROOT / 'train.py'), *run, '--backend=gloo', '--out_dir=two', '--shard=True')
+    assert 'device cuda:0' in text and losses('two') == pytest.approx(losses('one'), rel=1e-4)
 
 
 def test_an_iteration_and_a_token_do_not_wait(folder):
-    """A logged iteration waits for its row and for skipped updates, a token for an event. Filling rows waits
-    as often for six rows as for two."""
+    """A logged iteration waits for skipped updates, the shared loss and two numbers of its row. A token waits
+    for an event. Filling rows waits as often for six rows as for two."""
     Path('prompts.txt').write_text('a\nabc\nab\nb\nbc\nbcd\n')
     rows = ['sample.py', '--start=LINES:prompts.txt', '--max_new_tokens=2']
     run = ['train.py', *RUN, '--sample_tokens=0', '--eval_interval=99', '--out_dir=out']
@@ -133,4 +119,4 @@ def test_an_iteration_and_a_token_do_not_wait(folder):
         [*run, '--log_interval=1', '--max_iters=9'], [*sampling, '--max_new_tokens=4'],
         [*sampling, '--max_new_tokens=12'], [*rows, '--num_samples=1'], [*rows, '--num_samples=3'])]
     assert waits[0] == waits[1] and waits[3] == waits[4] and waits[6] - waits[5] <= 12  # of uniforms
-    assert waits[2] - waits[1] == 2 * 6  # iterations 1, 4 and 9 are logged in any case
+    assert waits[2] - waits[1] == 4 * 6  # iterations 1, 4 and 9 are logged in any case

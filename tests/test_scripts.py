@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from sample import load
 
 
 def test_the_core_works_in_an_empty_folder(tmp_path):
+    """With device=auto. One process runs all commands, because importing torch takes long."""
     for name in ['model', 'train', 'sample', 'prepare', 'tokenizer', 'configurator']:
         shutil.copy(ROOT / f'{name}.py', tmp_path)
     shutil.copytree(ROOT / 'config', tmp_path / 'config')
@@ -32,22 +34,22 @@ def test_the_core_works_in_an_empty_folder(tmp_path):
         {'role': 'user', 'content': f'What is {n}?'}, {'role': 'assistant', 'content': f'{n}.'}]})
         for n in range(30)), 'utf-8')
     (tmp_path / 'q.txt').write_text('What is 3?\nWhat is 4?', 'utf-8')
-
-    def core(*args):
-        done = subprocess.run([sys.executable, *args], cwd=tmp_path, env=os.environ | {'PYTHONPATH': ''},
-                              capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-    short = [*TOY[5:], '--max_iters=6']  # without the shape
-    core('prepare.py', 'my.txt', '--tokenizer=bpe:300')
-    core('train.py', '--dataset=my_bpe300', *TOY[1:], '--block_size=64', '--max_iters=4', '--out_dir=base')
-    core('train.py', '--init_from=resume', '--out_dir=base', '--max_iters=6')
-    core('train.py', '--init_from=base', '--dataset=my_bpe300', *short, '--out_dir=tuned')
-    core('prepare.py', 'chats.jsonl', '--tokenizer=tuned', '--block_size=64', '--out=talks')
-    core('train.py', 'config/chat.py', '--init_from=tuned', '--dataset=talks', *short[1:],
-         '--out_dir=chat')
-    assert 'It was' in core('sample.py', '--out_dir=base', '--start=It was', '--max_new_tokens=5', *EVAL)
-    said = core('sample.py', '--out_dir=chat', '--chat', '--start=LINES:q.txt', '--max_new_tokens=5', *EVAL)
+    short = '--batch_size=4 --max_iters=4 --eval_iters=2 --compile=False'
+    commands = [
+        'prepare.py my.txt --tokenizer=bpe:300',
+        f'train.py --dataset=my_bpe300 {short} --n_layer=2 --n_embd=48 --block_size=64 --out_dir=base',
+        f'train.py --init_from=base --dataset=my_bpe300 {short} --out_dir=tuned',
+        'prepare.py chats.jsonl --tokenizer=tuned --block_size=64 --out=talks',
+        f'train.py config/chat.py --init_from=tuned --dataset=talks {short} --out_dir=chat',
+        'sample.py --out_dir=chat --chat --start=LINES:q.txt --max_new_tokens=5']
+    driver = """import runpy, sys
+for command in sys.argv[1:]:
+    sys.argv = command.split()
+    runpy.run_path(sys.argv[0], run_name='__main__')"""
+    done = subprocess.run([sys.executable, '-c', driver, *commands], cwd=tmp_path, capture_output=True,
+                          text=True, env=os.environ | {'PYTHONPATH': ''})
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.partition('conversation')[2]
     assert '> What is 3?\n' in said and '> What is 4?\n' in said and 'not trained' not in said
 
 
@@ -79,7 +81,6 @@ def test_answers_are_written_in_order_to_a_new_file(base):
     records = [json.loads(line) for line in whole.splitlines()]
     assert [(r['prompt'], r['sample'], r['text']) for r in records] == expected(model)
     assert any(r['tokens'] < 8 for r in records)
-    assert answers('--speculate=3') == whole
     with pytest.raises(FileExistsError):
         run('sample.py', '--start=a', '--output=out.jsonl', *EVAL)
     assert Path('out.jsonl').read_text(encoding='utf-8') == whole
@@ -99,8 +100,7 @@ def test_sample_script(base, capsys):
     assert capsys.readouterr().out.endswith(f"{'-' * 15}\nabc{greedy}\n{'-' * 15}\nabc{greedy}\n{'-' * 15}\n")
     for flag, message in (('--start=a?', r"lacks \['\?'\]"), ('--start=', 'is empty'),
                           ('--top_p=0', 'top_p=0.0 is not supported'),
-                          ('--top_k=3', '--top_k has no effect: it needs temperature'),
-                          ('--system=x', '--system has no effect: it needs chat')):
+                          ('--top_k=3', '--top_k has no effect: it needs temperature')):
         with pytest.raises(ValueError, match=message):
             run('sample.py', *common, flag)
     Path('out/ckpt.pt').write_bytes(Path('out/ckpt.pt').read_bytes()[:9999])
@@ -181,25 +181,12 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
     (['--init_from=missing.pt'], 'no checkpoint at missing.pt'),
     (['--optimizer=sgd'], "optimizer='sgd' is not supported: it must be one of adamw"),
     (['--optimizer=adamw', '--momentum=0.5'], '--momentum has no effect'),
-    (['--min_lr=1'], 'min_lr=1.0 is not supported: it must be <= learning_rate'),
     (['--shard=True'], '--shard has no effect: it needs TORCHRUN'),
-    (['--dataset=nowhere', '--lr_schedule=wds'], "lr_schedule='wds' is not supported"),
     (["--lr_scales={'embedding': 0}"], 'must have a number above 0'),
-    (['--mixer_pattern=AAAD', '--n_layer=2'], 'each letter needs a layer'),
-    (['--n_layer=1000000'], 'n_layer=1000000 must be at most 10,000'),
-    (['--n_layer=10000', '--n_embd=4096'], "ten times this machine's memory"),
-    (['--batch_size=100000000'], 'must be <= 1000000'), (['--wandb_log=True'], 'wandb'),
-    (['--document_token=23'], r'needs \(document_token or 0\) < vocab_size'),
-    (['--dropout=2'], 'dropout=2.0 is not supported: it must be < 1'),
-    (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'too few experts'),
+    (['--wandb_log=True'], 'wandb'),
     (['--n_expert=4', '--expert_pattern='], "expert_pattern='' is not supported; choose one of E, D, N"),
-    *((flags.split(), f'these settings fails: .*{error}') for flags, error in (
-        ('--n_expert=6 --n_group=4 --topk_group=2', 'n_group=4, topk_group=2; '),
-        ('--partial_rotary_factor=2', 'partial_rotary_factor=2.0; '),
-        ('--mixer_pattern=D --linear_n_value_head=3', 'linear_n_value_head=3; RuntimeError'),
-        ("--query_scale={'beta':1}", "KeyError\\('length'"))),
-    *(([f"--rope_scaling={{'rope_type': 'linear'{more}}}"], error) for more, error in (
-        ('', 'missing a required'), (", 'factor': 0", 'settings fails: .*the loss of the first tokens')))])
+    (['--partial_rotary_factor=2'], 'these settings fails: .*partial_rotary_factor=2.0; '),
+    (["--rope_scaling={'rope_type': 'linear'}"], 'missing a required')])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message, monkeypatch):
     """An existing run stays as it is."""
     os.mkdir('out')
@@ -213,10 +200,8 @@ def test_bad_input_is_one_error_and_writes_nothing(folder, args, message, monkey
 
 @pytest.mark.parametrize('args, message', [
     (['--chat', '--num_samples=5'], '--num_samples has no effect: it needs not chat'),
-    (["--stop=['']"], 'stop must have texts'), (['--stop=[1,2]'], 'stop must have texts'),
-    (['--temperature=1e-40'], 'temperature=1e-40 is not supported'),
-    (["--rope_scaling={'type': 'linear', 'factor': 2}"], "scaling has no effect: it needs pos == 'rope'"),
-    (['--speculate=2'], "it needs set\\(mixer_pattern\\) <= set\\('AM'\\)")])
+    (["--stop=['']"], 'stop must have texts'),
+    (["--rope_scaling={'type': 'linear', 'factor': 2}"], "scaling has no effect: it needs pos == 'rope'")])
 def test_what_sample_cannot_do_is_an_error(folder, args, message, capsys):
     train('--out_dir=out', '--max_iters=0', '--pos=learned', '--mixer_pattern=DA', '--linear_n_value_head=2')
     run('sample.py', '--max_new_tokens=3', '--stop=None', *EVAL)  # its characters have no newline
@@ -226,9 +211,11 @@ def test_what_sample_cannot_do_is_an_error(folder, args, message, capsys):
 
 
 def test_errors_of_a_script_are_one_line_and_a_status(folder):
-    done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--dataset=nowhere'],
-                          capture_output=True, text=True)
+    """Slurm starts several tasks, but without torchrun."""
+    done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--dataset=nowhere'], text=True,
+                          capture_output=True, env=os.environ | {'SLURM_NTASKS': '2'})
     assert done.returncode == 1 and done.stderr.startswith('train.py: data') and done.stderr.count('\n') == 1
+    assert 'srun torchrun' in done.stdout
 
 
 def test_the_documented_families_are_those_of_the_command(capsys):
@@ -238,25 +225,14 @@ def test_the_documented_families_are_those_of_the_command(capsys):
     assert listed.splitlines() == sorted(capsys.readouterr().out.splitlines())
 
 
-def test_each_script_finds_its_device(folder):
+def test_each_script_finds_its_device(folder, monkeypatch, capsys):
     """With device=auto; also on a CUDA build without a GPU, and in Jupyter, whose stdout is no file."""
-    shape = [flag for flag in TOY if not flag.startswith(('--device', '--dtype'))]
-    jupyter = f'''import runpy, sys
-class Stream:
-    write, flush = sys.stdout.write, sys.stdout.flush
-sys.stdout = Stream()
-sys.argv = ['train.py', *sys.argv[1:]]
-sys.path[0] = {str(ROOT)!r}
-runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
-    commands = [
-        ['-c', jupyter, *shape, '--max_iters=2'], ['sample.py', '--start=a', '--max_new_tokens=2'],
-        ['bench.py', 'decode', '--init_from=out', '--max_new_tokens=3', '--prompt_len=2', '--rounds=1'],
-        ['bench.py', 'eval', '--init_from=out'], ['zoo/hub.py', 'export', 'out', 'export']]
-    for script, *words in commands:
-        done = subprocess.run([sys.executable, script if script == '-c' else str(ROOT / script), *words],
-                              capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert 'device' in done.stdout or 'exported' in done.stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, 'stdout', SimpleNamespace(write=sys.stdout.write, flush=sys.stdout.flush))
+        run('train.py', *TOY[:-3], '--compile=False', '--max_iters=2')  # without device and dtype
+    run('bench.py', 'decode', '--init_from=out', '--max_new_tokens=3', '--prompt_len=2', '--rounds=1')
+    assert capsys.readouterr().out.count('device ') == 2
+    run('zoo/hub.py', 'export', 'out', 'export')
 
 
 def documented_commands():
@@ -290,21 +266,3 @@ def test_documented_commands_have_valid_settings(command, monkeypatch):
             monkeypatch.setattr(configurator, function.__name__, check)
         with pytest.raises((StopIteration, FileNotFoundError)):  # some first load a checkpoint
             run(*command)
-
-
-def test_tasks_of_slurm_without_torchrun_are_named(folder):
-    done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--max_iters=1'], text=True,
-                          capture_output=True, env=os.environ | {'SLURM_NTASKS': '2'})
-    assert done.returncode == 0 and 'srun torchrun' in done.stdout
-
-
-def test_the_profile_of_gpu_sh(folder):
-    flags = [
-        '--n_layer=1', '--n_head=2', '--n_kv_head=1', '--n_embd=32', '--d_ff=64', '--block_size=32',
-        '--vocab_size=64', '--batch_size=2', '--compile=False', '--device=cpu']
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    done = subprocess.run(['bash', str(ROOT / 'docs' / 'gpu.sh'), 'profile', *flags], text=True,
-                          capture_output=True, env=os.environ | {'OUT': str(folder / 'gpu'), 'PATH': path})
-    assert done.returncode == 0, done.stdout[-2000:]
-    _, profiled, *timed = json.loads((folder / 'gpu' / 'gpu.json').read_text())['profile']
-    assert profiled['numbers']['peak GB'] > 0 and all(row['numbers']['tok_per_s'] > 0 for row in timed)
