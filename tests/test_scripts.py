@@ -66,27 +66,23 @@ def test_answers_are_written_in_order_to_a_new_file(base):
     prompts = ['ab', 'c', 'abcdefg', 'u']
     Path('l.txt').write_text('\n'.join(prompts), encoding='utf-8')
 
-    def answers(*flags):
-        Path('out.jsonl').unlink(missing_ok=True)
-        run('sample.py', *EVAL, '--max_new_tokens=8', '--start=LINES:l.txt', '--num_samples=2', '--stop=e',
-            '--output=out.jsonl', *flags)
-        return Path('out.jsonl').read_text(encoding='utf-8')
-
-    def expected(model):
-        texts, _ = flat_sample.complete(model.eval(), tokenizer, ids, 8, ('e',), top_k=200)
-        return [(p, i, texts.pop(0)) for p in prompts for i in range(2)]
     model, tokenizer, _ = load('resume', 'out')
     ids = [tokenizer.encode(p) for p in prompts for _ in range(2)]
-    whole = answers('--batch_size=3')
-    records = [json.loads(line) for line in whole.splitlines()]
-    assert [(r['prompt'], r['sample'], r['text']) for r in records] == expected(model)
-    assert any(r['tokens'] < 8 for r in records)
+    for flag, same in (('--batch_size=3', model.eval()),
+                       ('--quantize=int8', dequantized(load('resume', 'out', int8=True)[0]))):
+        Path('out.jsonl').unlink(missing_ok=True)
+        command = ['sample.py', *EVAL, '--max_new_tokens=8', '--start=LINES:l.txt', '--num_samples=2',
+                   '--stop=e', '--output=out.jsonl', flag]
+        run(*command)
+        found = Path('out.jsonl').read_text('utf-8')
+        records = [json.loads(line) for line in found.splitlines()]
+        texts, _ = flat_sample.complete(same, tokenizer, ids, 8, ('e',), top_k=200)
+        assert [(r['prompt'], r['sample'], r['text']) for r in records] == [
+            (p, i, texts.pop(0)) for p in prompts for i in range(2)]
+        assert any(r['tokens'] < 8 for r in records)
     with pytest.raises(FileExistsError):
-        run('sample.py', '--start=a', '--output=out.jsonl', *EVAL)
-    assert Path('out.jsonl').read_text(encoding='utf-8') == whole
-    records = [json.loads(line) for line in answers('--quantize=int8').splitlines()]
-    model, *_ = load('resume', 'out', int8=True)
-    assert [(r['prompt'], r['sample'], r['text']) for r in records] == expected(dequantized(model))
+        run(*command)
+    assert Path('out.jsonl').read_text('utf-8') == found
 
 
 def test_sample_script(base, capsys):
