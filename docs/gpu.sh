@@ -140,8 +140,7 @@ run)  # 60 iterations of config/small.py, resumed
         --out_dir="$work/small" --tokens_per_param=None --max_iters=60 --eval_interval=60 --eval_iters=2 \
         --warmup_iters=5 --batch_size=32 --gradient_accumulation_steps=16 --compile=True "$@"
     run 150 torchrun --standalone train.py --out_dir="$work/small" --init_from=resume --max_iters=65
-    run 60 python bench.py eval --json=True --init_from="$work/small" --dtype=bfloat16
-    run 60 python bench.py eval --json=True --init_from="$work/small" --dtype=bfloat16 --quantize=int8
+    run 60 python train.py --init_from="$work/small" --dataset=pystdlib_byte --eval_only
     ;;
 decode)
     for more in --compile=False --compile=True '--compile=True --quantize=int8' '--compile=True --prompt_len=900' \
