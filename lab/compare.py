@@ -52,9 +52,10 @@ until = ''                        # decided: add seeds until each verdict is cle
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
 match: str | None = None          # sets d_ff so that models are equal in this number [in COUNTS]
 json: bool | str = False          # True: print JSON too; or a file to append to
-OWN = {f'--{name}' for name in (*declared(Path(__file__)), 'help')}
+OWN = declared(Path(__file__)).keys()
+FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
 ARGV = sys.argv[1:] if __name__ == '__main__' else []
-ARGS = [arg for arg in ARGV if arg.endswith('.py') or arg[:2] == '--' and arg.partition('=')[0] not in OWN]
+ARGS = [arg for arg in ARGV if arg.partition('=')[0] in FLAGS or arg.endswith('.py')]
 settings = configure(globals(), words=1, argv=[arg for arg in ARGV if arg not in ARGS])
 config = settings.config
 
@@ -313,7 +314,7 @@ def print_comparison(rows, until):
 
 # ------------------------------------------------------------------------------------------------------------
 
-def compare(config, args, name=None):
+def compare(config, args, name=''):
     """Trains variants, prints the comparison and returns its numbers. args: for train.py; name: a list of
     lab/variants.py, which config and args override."""
     lists = runpy.run_path(str(ROOT / 'lab/variants.py'))['LISTS']

@@ -166,9 +166,10 @@ def test_lasting_intervals():
 
 
 def write_run(folder, losses):
-    """Writes a finished run's files by functions of train.py. losses: iteration -> val loss, or None."""
+    """Writes the files of a run that ended for a reason that lab/compare.py does not name, or diverged. losses:
+    iteration -> val loss, or None."""
     os.makedirs(folder)
-    status, error = ('done', None) if losses else ('diverged', 'it diverged')
+    status, error = ('a new reason', None) if losses else ('diverged', 'it diverged')
     flat_train.start_files(folder, 0, [], status=status, error=error, params=1234, data='x', peak_mb=None)
     for it, loss in (losses or {}).items():
         flat_train.log_row(os.path.join(folder, 'log.csv'), None, {
