@@ -166,8 +166,8 @@ def test_lasting_intervals():
 
 
 def write_run(folder, losses):
-    """Writes the files of a run that ended for a reason that lab/compare.py does not name, or diverged. losses:
-    iteration -> val loss, or None."""
+    """Writes the files of a run that ended for a reason that lab/compare.py does not name, or diverged.
+    losses: iteration -> val loss, or None."""
     os.makedirs(folder)
     status, error = ('a new reason', None) if losses else ('diverged', 'it diverged')
     flat_train.start_files(folder, 0, [], status=status, error=error, params=1234, data='x', peak_mb=None)
