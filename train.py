@@ -138,6 +138,7 @@ from model import (
     GROUPS,
     GPTConfig,
     flops_per_token,
+    make_block,
     num_params,
     row_splits,
     try_tokens,
@@ -475,6 +476,15 @@ def load_optimizers(model, optimizers, states):
 
 
 # memory -----------------------------------------------------------------------------------------------------
+
+def check_memory(config):
+    """Raises ValueError if the weights of the blocks exceed ten times this machine's memory."""
+    with torch.device('meta'):
+        block = make_block(config, config.n_layer - 1)
+    if os.name == 'posix' and config.n_layer * sum(w.nbytes for w in block.parameters()) > 10 * os.sysconf(
+            'SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'):
+        raise ValueError("the model needs more than ten times this machine's memory: lower n_layer or n_embd")
+
 
 def checkpoint_blocks(model, every):
     """Backward recomputes every n-th block (arXiv:1604.06174)."""
@@ -1066,7 +1076,9 @@ if __name__ == '__main__':
     # model
     if model is None:
         with naming(model_args):
-            model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
+            model_config = GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args})
+            check_memory(model_config)
+            model = GPT(model_config)
             try_tokens(model)
     check_effects(settings, config | vars(model.config), globals())
     block_size = model.config.block_size

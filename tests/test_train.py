@@ -815,7 +815,8 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     found = re.search('^saved at iteration ([78]) of 1,000,000, .* python train.py (.*)\nstep ', out, re.M)
     assert saved('cut it')['iter_num'] == int(found[1]) and 'done' not in out
     run('train.py', *shlex.split(found[2]), '--max_iters=20')
-    assert same_weights(saved('whole')['model'], saved('cut it')['model'])
+    whole, cut = saved('whole'), saved('cut it')
+    assert same_weights(whole['model'], cut['model']) and whole['best_iter'] == cut['best_iter']
 
 
 def test_killed_anywhere_it_resumes_exactly(folder):
