@@ -24,6 +24,7 @@ from model import (
     branch_init,
     last_tokens,
     make_block,
+    mixer_classes,
     parameter,
     rotate,
     yarn_mscale,
@@ -95,7 +96,7 @@ class LatentAttention(BaseAttention):
     def check(cls, config):
         if config.kv_lora_rank is None:
             yield 'mixer_pattern kv_lora_rank', 'do not fit: M layers need kv_lora_rank'
-        if any(issubclass(mixer, Attention) for mixer in config.mixers):
+        if any(issubclass(mixer, Attention) for mixer in mixer_classes(config)):
             yield 'mixer_pattern', 'mixes A with M layers, which need other rotations and scales'
         if config.attn_gate or config.clip_qkv or config.k_eq_v or config.v_norm:
             yield 'attn_gate clip_qkv k_eq_v v_norm', 'do not fit: M layers do not support them'
@@ -160,7 +161,7 @@ def after_last(mixer, x, context):
     lengths = context.lengths
     if cache is None:
         return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
-    before = cache.states[mixer.entry(context)][0]
+    before = cache.states[mixer.number][0]
     x = torch.cat((before, x), dim=1)
     before.copy_(last_tokens(x, n, None if lengths is None else n + lengths))
     return x
@@ -268,7 +269,7 @@ def recur(mixer, rule, q, k, v, decay, beta, context):
         beta = beta * is_token[..., None]
         decay = decay * is_token[..., None, None]
     state = (q.new_zeros(len(q), *mixer.states[-1][0]) if context.cache is None
-             else context.cache.states[mixer.entry(context)][-1])
+             else context.cache.states[mixer.number][-1])
     is_start = None if context.document_starts is None else context.position_ids == 0
     with torch.autocast(q.device.type, enabled=False):
         y, after = rule(q, k, v, decay.transpose(1, 2), beta.mT[..., None], state, is_start)
@@ -462,7 +463,7 @@ class MultiTokenPrediction(nn.Module):
         """Summed cross entropy of the tokens after the next, 0-d, divided by the number of targets
         (arXiv:2412.19437, equation 24)."""
         later = F.pad(targets[:, 1:], (0, 1), value=-1)
-        context.routing = context.learned = None
+        context.learned = later >= 0
         mean, _ = model.loss(self(x, x0, context), later)
         return mean * (later >= 0).sum() / (targets >= 0).sum().clamp(min=1)
 

@@ -3,7 +3,7 @@ A modern decoder-only language model, in four parts.
 
     I    the decoder, a whole Qwen3: settings, linear layers, norm, rotation, attention, MLP, block, GPT
     II   cache, masks, attention kernels
-    III  variants: activations, rotary scalings, positions, norm placements
+    III  experts, and variants: activations, rotary scalings, positions, norm placements
     IV   validation and accounting
 
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
@@ -13,7 +13,7 @@ A modern decoder-only language model, in four parts.
     cache = model.make_cache(B, max_len)
     logits = model(idx, cache=cache, keep=1)     # logits of only the last token
 
-Further layers are in mixers.py, experts.py and zoo/weights.py (adapters, int8). Shapes in comments: B batch
+Further layers are in mixers.py and zoo/weights.py (adapters, int8). Shapes in comments: B batch
 rows, T new tokens, S tokens to attend to, C = n_embd, H query heads, K key/value heads, D = head_dim.
 """
 import contextlib
@@ -56,7 +56,7 @@ class GPTConfig:
                                      # Llama 4); None: True, or False in MLA
     tie_word_embeddings: bool = True  # the head uses the embedding's weights (arXiv:1608.05859)
     dropout: float = 0.0             # on embedding, attention weights, residual branches
-                                     # [< 1] [changeable] [random]
+                                     # [< 1] [changeable] [random] [training]
     # positions
     pos: Literal['rope', 'alibi', 'learned', 'sinusoidal', 'none'] = 'rope'  # encoding:
                                      # rope (arXiv:2104.09864), alibi (arXiv:2108.12409),
@@ -76,12 +76,9 @@ class GPTConfig:
     # windows of attention
     window: int | None = None        # tokens that S layers see, including the current token
                                      # [if window_pattern]
-    window_pattern: Literal['S', 'L', 'C', 'G'] | None = None  # S: sliding window, L: all tokens (Gemma 2:
-                                     # 'SL'), C: only the current chunk of `window` tokens (Llama 4),
-                                     # G: sliding window plus global tokens (arXiv:2004.05150)
-    window_global: int = 1           # first tokens of a document that G layers see
-                                     # [if 'G' in (window_pattern or '')]
-    local: dict | None = None        # {'rope_base': 1e4, ...} for S, C and G layers [if window_pattern]
+    window_pattern: Literal['S', 'L', 'C'] | None = None  # S: sliding window, L: all tokens (Gemma 2: 'SL'),
+                                     # C: only the current chunk of `window` tokens (Llama 4)
+    local: dict | None = None        # {'rope_base': 1e4, ...} for S and C layers [if window_pattern]
     # variants of attention
     attn_scale: float | None = None  # scale of the scores; None: 1 / sqrt(width of a head)
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0: off
@@ -125,7 +122,7 @@ class GPTConfig:
     mlp_bias: bool | None = None     # bias of MLP, experts and router; None: `bias`
     # mixture of experts (arXiv:1701.06538)
     n_expert: int | None = None      # experts; None or 0: a dense model
-    expert_pattern: Literal['E', 'D', 'N'] = 'E'  # E: experts, D: dense, N: no MLP (Nemotron-H)
+    expert_pattern: 'MLPS' = 'E'     # E: experts, D: dense, N: no MLP (Nemotron-H)
     # further fields of experts [if n_expert]
     n_expert_active: int | None = None  # experts per token; None: 2
     n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066)
@@ -134,18 +131,19 @@ class GPTConfig:
     n_dense_layer: int = 0           # number of first layers without experts (DeepSeek)
     expert_input_scale: bool = False  # router weights multiply the experts' input (Llama 4)
     expert_norms: bool = False       # norms before router and experts, and after experts (Gemma 4)
-    router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3)
+    router: 'ROUTERS' = 'softmax'    # softmax (Mixtral), sigmoid (DeepSeek-V3)
     norm_topk_prob: bool = True      # weights of the active experts sum to 1; use False for 1 expert
     routed_scaling_factor: float = 1.0  # factor on the router weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use [if n_group]
     balance_bias: bool = False       # a bias on the choice balances the load (arXiv:2408.15664)
     balance_per_sequence: bool = False  # balance loss per row of the batch [changeable]
+                                     # [training]
     # head, training
     head_bias: bool = False          # bias of an untied head (GPT-J, Phi) [if not tie_word_embeddings]
     logit_scale: float = 1.0         # factor on the logits (Cohere, Granite)
     logit_softcap: float = 0.0       # c * tanh(logits / c) (Gemma 2); 0: off
-    mtp: bool = False                # a further layer predicts the token after the next
+    mtp: bool = False                # a further layer predicts the token after the next [training]
 
     def __post_init__(self):
         complete(self)  # part IV
@@ -154,16 +152,10 @@ class GPTConfig:
         """The config of a layer. A layer with a window has the values in `local`."""
         if not self.local or self.window_of(layer) is None:
             return self
-        changed = copy.copy(self)
-        vars(changed).update(self.local)
-        return changed
+        return dataclasses.replace(self, **self.local, local=None)
 
     def mixer_of(self, layer):
         return letter(self.mixer_pattern, layer)
-
-    @property
-    def mixers(self):
-        return [MIXERS[kind] for kind in dict.fromkeys(self.mixer_pattern)]
 
     def window_of(self, layer):
         has_window = self.window_pattern and letter(self.window_pattern, layer) != 'L'
@@ -242,15 +234,6 @@ class Linear(nn.Linear):
         return project(x, self.weight, self.bias)
 
 
-def project(x, w, bias=None):
-    """x (..., n_in) @ w^T + bias"""
-    if (x.is_cpu and x.numel() == x.shape[-1] == w.shape[1] and x.dtype == w.dtype == torch.bfloat16
-            and not torch.compiler.is_compiling()):  # one token: 1.2 times as fast on Intel with AMX
-        y = torch.mv(w, x.flatten()) if bias is None else torch.addmv(bias.type_as(w), w, x.flatten())
-        return y.view(*x.shape[:-1], -1)
-    return F.linear(x, w, bias)
-
-
 class FusedLinear(Linear):
     """Several projections in one matrix: x (..., n_in) -> one tensor (..., width) per width in
     widths. bench.py prints the names, such as 'q k v'."""
@@ -267,9 +250,9 @@ class FusedLinear(Linear):
 class Embedding(nn.Embedding):
     """nn.Embedding with a tag."""
 
-    def __init__(self, rows, width, init, group='embedding'):
+    def __init__(self, rows, width, init):
         super().__init__(rows, width)
-        tag(self.weight, init, group)
+        tag(self.weight, init, 'embedding')
 
     def as_head(self, x):
         """x (..., width) -> logits (..., rows)"""
@@ -286,14 +269,6 @@ def rms_norm(x, weight, bias, eps):
     """arXiv:1910.07467."""
     y = F.rms_norm(x, x.shape[-1:], weight, eps)
     return y if bias is None else y + bias
-
-
-def layer_norm(x, weight, bias, eps):
-    """arXiv:1607.06450."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-NORMS = {'rmsnorm': rms_norm, 'layernorm': layer_norm}
 
 
 class Norm(nn.Module):
@@ -347,7 +322,8 @@ def rotate(x, rope):
 class Mixer(nn.Module):
     """A layer that mixes the tokens of a row. The docstring of ForwardContext is its contract."""
 
-    slots = states = ()                       # what the cache keeps per token, and per row
+    slots = None                              # what the cache keeps per token
+    states = ()                               # what the cache keeps per row
     mask_kind = rope_kind = window = None
     documents = can_slide = False
 
@@ -363,15 +339,10 @@ class Mixer(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer = layer  # make_schedule sets self.place
+        self.layer = layer
 
     def flops(self, length):
         raise NotImplementedError(f"{type(self).__name__} has no flops: see ForwardContext")
-
-    def entry(self, context):
-        """Number of this mixer's cache entry."""
-        return context.base + self.place
-
 
 class BaseAttention(Mixer):
     """A subclass sets scale and head_widths, the widths of a head's key and value."""
@@ -381,9 +352,8 @@ class BaseAttention(Mixer):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         has_pos = letter(config.pos_pattern, layer) == 'P'
-        window = config.window_of(layer)
-        self.reach = letter(config.window_pattern, layer) if window else 'L'
-        self.window = None if self.reach == 'G' else window  # G's cache keeps all tokens
+        self.window = config.window_of(layer)
+        self.in_chunks = self.window is not None and letter(config.window_pattern, layer) == 'C'
         self.has_alibi = config.pos == 'alibi' and has_pos
         self.rope_kind = config.rope_kind if config.pos == 'rope' and has_pos else None
         self.n_head = config.n_head
@@ -392,22 +362,19 @@ class BaseAttention(Mixer):
 
     @property
     def mask_kind(self):
-        return self.window, self.has_alibi, self.reach
+        return self.window, self.has_alibi, self.in_chunks
 
     def attend(self, q, k, v, context, bias=None):
         """q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). bias: added to the scores, see Mask.add"""
         if self.config.query_scale:
             q = scale_queries(self, q, context)
-        p = self.config.dropout if self.training else 0.0
         mask = context.masks[self.mask_kind]
         if bias is not None:
             mask = mask.add(bias.type_as(q))
-        return attend(q, k, v, context, mask, self.scale, p, self.config.attn_softcap, self.sink)
+        return attend(self, q, k, v, context, mask)
 
     def n_keys(self, length):
         """The number of keys per query, including later keys, as in PaLM (arXiv:2204.02311, appendix B)."""
-        if self.reach == 'G':
-            return min(length, self.config.window + self.config.window_global)
         return min(length, self.window or length)
 
     def flops(self, length):
@@ -424,8 +391,7 @@ class Attention(BaseAttention):
         D = config.head_dim
         self.c_attn = FusedLinear(config.n_embd, *self.projections(config), config.qkv_bias)
         self.c_proj = Linear(H * D, config.n_embd, config.proj_bias, init=branch_init(config))
-        self.q_norm = Norm(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = Norm(D, config) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (Norm(D, config) if config.qk_norm else nn.Identity() for _ in range(2))
         self.scale = config.attn_scale or D ** -0.5
         self.head_widths = D, D
         self.slots = [(K, D), (K, D)]
@@ -461,8 +427,11 @@ MIXERS = {  # letter in mixer_pattern: class; mixers.py adds others
 class MLP(nn.Module):
     """x (..., C) -> (..., C): down(act(up(x))), or down(act(gate(x), up(x))) if gated."""
 
-    def __init__(self, config, width):
+    causal = True  # whether the result for a token is independent of later tokens; also the default
+
+    def __init__(self, config, layer, width=None):
         super().__init__()
+        width = width or config.d_ff
         self.act, n = activation(config)
         self.c_fc = FusedLinear(config.n_embd, (width,) * n, 'gate up', config.mlp_bias)
         self.c_proj = Linear(width, config.n_embd, config.mlp_bias, init=branch_init(config, 'mlp_out'))
@@ -480,20 +449,18 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        own = type(self).forward is not Block.forward and not self.supports_variants
-        if own and not is_plain(config, layer):
-            raise ValueError(f"{type(self).__name__} needs the default norm_placement, residual_scale, "
-                             "layer_scalar and expert_pattern: see Block.supports_variants")
+        if type(self).forward is not Block.forward and not self.supports_variants:
+            require_plain(self, config, layer)
         self.norms = NORM_PLACEMENTS[config.norm_placement]
-        kind = config.mlp_of(layer)
+        kind = MLPS[config.mlp_of(layer)]
         self.ln_1 = Norm(config.n_embd, config)
         self.attn = make_mixer(config, layer)
-        for name in sorted({name for place, name in self.norms.items() if 'attn' in place or kind != 'N'}):
+        for name in sorted({name for place, name in self.norms.items() if 'attn' in place or kind}):
             if name != 'ln_1':
                 setattr(self, name, Norm(config.n_embd, config))
-        if kind == 'E' and config.expert_norms:
+        self.mlp = kind and kind(config, layer)
+        if isinstance(self.mlp, MoE) and config.expert_norms:
             self.ln_3 = nn.Identity()
-        self.mlp = make_mlp(config, layer)
         self.p = config.dropout
         self.scale = config.residual_scale
         self.register_buffer('scalar', torch.ones(1) if config.layer_scalar else None)
@@ -544,25 +511,16 @@ class GPT(nn.Module):
         self.ln_f = nn.Identity() if 'mlp_sum' in self.h[0].norms else Norm(C, config)
         self.lm_head = None if tied else Linear(
             C, config.vocab_size, config.head_bias, nn.init.zeros_, 'head')
-        self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
+        self.mixers = number_mixers(self)
         self.tags = collect_tags(self)
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self):
-        """Fills every parameter by the init of its tag."""
-        for name, w in self.named_parameters():
-            if not w.is_meta:
-                self.tags[name].init(w)
-                if w.isnan().any():
-                    raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
+        init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T, vocab_size) float32, or with targets (B, T) -> (loss, aux).
 
         loss     mean cross entropy over the targets that are not negative
         aux      with experts, 'balance' and 'z' (0-d, means over layers) and 'load' (layers, experts: how
-                 often each expert was chosen); in training, 'mtp' (0-d); with keep, 'logits'
+                 often each expert was chosen); in training, 'mtp' (0-d)
         cache    idx continues the rows of this cache and is appended to it
         keep     returns the logits of only the last `keep` tokens of each row
         lengths  (B,), tokens per row of idx; padding follows them
@@ -583,12 +541,11 @@ class GPT(nn.Module):
             cache.advance(T, lengths)
         if targets is None:
             return self.head(last_tokens(x, keep, lengths))
-        loss, aux = self.loss(x, targets, keep, lengths)
-        if context.routing:
-            from experts import routing_losses
-            aux |= routing_losses(context.routing)
+        loss, aux = self.loss(x, targets)
         if self.mtp is not None and self.training:
             aux['mtp'] = self.mtp.loss(self, x, x0, targets, context)
+        if context.routing:
+            aux |= routing_losses(context.routing)
         return loss, aux
 
     def embed(self, context):
@@ -612,10 +569,10 @@ class GPT(nn.Module):
     def blocks(self, x0, context):
         """x0 (B, T, C) -> the output of the last block, (B, T, C)"""
         x = x0
-        for i, context.base in self.schedule:
+        for i, block in enumerate(self.h):
             if self.config.residual_lambdas:
                 x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
-            x = self.h[i](x, context).type_as(x)
+            x = block(x, context).type_as(x)
         return x
 
     def head(self, x):
@@ -627,12 +584,10 @@ class GPT(nn.Module):
         logits = logits.float() if scale == 1 else logits.float() * scale
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def loss(self, x, targets, keep=None, lengths=None):
-        """Output of the last block -> mean cross entropy, 0-d, and aux: with keep, the last logits. A sharded
-        model compiles this method as one graph."""
-        logits = self.head(x)
-        return cross_entropy(logits, targets), {} if keep is None else {
-            'logits': last_tokens(logits, keep, lengths)}
+    def loss(self, x, targets):
+        """Output of the last block -> mean cross entropy, 0-d, and aux. A sharded model compiles this method
+        as one graph."""
+        return cross_entropy(self.head(x), targets), {}
 
     def compute_dtype(self):
         w = self.wte.weight
@@ -658,47 +613,45 @@ class ForwardContext:
 
     rope_kind   its key in context.ropes: config.rope_kind or a tuple like it; rotate() needs the
                 value. None: no rotation
-    mask_kind   its key in context.masks: the arguments (window, has_alibi, reach) of make_mask; None: no mask
+    mask_kind   its key in context.masks: the arguments (window, has_alibi, in_chunks) of make_mask; None: no
+                mask
     slots       what the cache keeps per token: a list of (heads, width), one per tensor. cache.append(self,
                 context, k, v) stores new tensors, (B, heads, T, width), and returns all tensors to
-                attend to. None: the layer reads the tensors of another layer
+                attend to. []: the layer reads the tensors of another layer
     states      what the cache keeps per row: a list of (shape, dtype); dtype None is the compute
-                dtype. cache.states[self.entry(context)] has the tensors (B, *shape), which are zero
+                dtype. cache.states[self.number] has the tensors (B, *shape), which are zero
                 in a new row; write them with .copy_()
     window      how many tokens the slots hold; None: all
     can_slide   True if the layer can have a window, config.window_of(layer)
     documents   True if it keeps documents apart: see context.document_starts
     flops       flops(length): training FLOPs (3 x forward) per token, without products with weights
 
+    A layer may pass a tensor or a tuple of tensors to later layers: context.handed[self.layer] = value. Keys
+    and values must be what cache.append returned; layers that attend to them need the same window and
+    slots = []. If the value has only the new tokens, later layers must cache it.
+
     Padding (see lengths) must not change a state. Make parameters with parameter(...) or
     tag(...), and name the last projection c_proj."""
-    idx: torch.Tensor             # (B, T), ids of the new tokens
-    positions: torch.Tensor       # (1 or B, T), positions in the rows
-    position_ids: torch.Tensor    # (1 or B, T), positions in the documents
-    document_starts: torch.Tensor | None  # (B, T), start of each token's document; None: 0
-    ropes: dict                   # rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
-    masks: dict                   # mask_kind -> Mask, or None
-    cache: 'Cache | None'
-    lengths: torch.Tensor | None  # (B,), new tokens of each row, without padding; None: all T
-    base: int                     # cache entry of the current block's first mixer
-    eager: bool                   # whether to use eager_attention, unless flex
-    flex: bool                    # whether to use flex_attention where a mask or a score needs it
-    dtype: torch.dtype            # of matmuls
-    learned: torch.Tensor | None  # (B, T) bool, whether a token has a target; None without targets
-    weights: list | None          # collects attention weights, (B, H, T, S)
-    routing: list | None          # collects (layer, balance, z, load) of experts
-    handed: dict                  # layer -> value that it passed to hand_on
+    # idx              (B, T), ids of the new tokens
+    # positions        (1 or B, T), positions in the rows
+    # position_ids     (1 or B, T), positions in the documents
+    # document_starts  (B, T), start of each token's document; None: 0
+    # ropes            rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
+    # masks            mask_kind -> Mask, or None
+    # cache            a Cache or None
+    # lengths          (B,), new tokens of each row, without padding; None: all T
+    # eager            whether to use eager_attention, unless flex
+    # flex             whether to use flex_attention where a mask or a score needs it
+    # dtype            dtype of matmuls
+    # learned          (B, T) bool, whether a token has a target; None without targets
+    # weights          None, or a list that collects attention weights, (B, H, T, S)
+    # routing          None, or a list that collects (module, balance, z, load) of experts
+    # handed           layer -> what it passes to later layers
 
     def __init__(self, **values):
         self.handed = {}  # no dataclass: FSDP would copy it for each block
         for name, value in values.items():  # vars(self).update does not compile before torch 2.13
             setattr(self, name, value)
-
-    def hand_on(self, layer, value):
-        """Passes `value`, a tensor or a tuple of tensors, to later layers as handed[layer]. Keys
-        and values must be what cache.append returned; layers that attend to them need the same
-        window and slots = None. If `value` has only the new tokens, later layers must cache it."""
-        self.handed[layer] = value
 
     def is_token(self):
         """(B, T) bool, False for padding; None if there is no padding."""
@@ -711,19 +664,18 @@ def make_context(model, idx, cache=None, lengths=None, weights=None):
     """The ForwardContext of the new tokens idx (B, T)."""
     T = idx.shape[1]
     config = model.config
-    device = idx.device
-    positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
+    positions = torch.arange(T, device=idx.device)[None] if cache is None else cache.positions(T, lengths)
     # no kernel but flex_attention has a softcap or sinks. In training on a CPU, eager_attention is 1.5 to 3
     # times as fast as SDPA
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
-                 or device.type == 'cpu' and torch.is_grad_enabled())
+                 or idx.is_cpu and torch.is_grad_enabled())
     flex = weights is None and cache is None and use_flex(model, idx)
     context = ForwardContext(idx=idx, positions=positions, position_ids=positions, document_starts=None,
-                             ropes={}, masks={}, cache=cache, lengths=lengths, base=0, eager=eager,
-                             flex=flex, dtype=model.compute_dtype(), weights=weights,
+                             ropes={}, masks={}, cache=cache, lengths=lengths, eager=eager, flex=flex,
+                             dtype=model.compute_dtype(), weights=weights,
                              routing=None, learned=None)
     if config.document_token is not None:
-        context.document_starts = find_starts(context, config.document_token)
+        context.document_starts = track_starts(context, config.document_token)
         context.position_ids = positions - context.document_starts
     for kind in dict.fromkeys(mixer.rope_kind for mixer in model.mixers):
         context.ropes[kind] = kind and rope_table(kind, context.position_ids, config.block_size)
@@ -732,7 +684,7 @@ def make_context(model, idx, cache=None, lengths=None, weights=None):
     return context
 
 
-def find_starts(context, document_token):
+def track_starts(context, document_token):
     """(B, T): the position of the last document_token at or before each new token, or 0."""
     positions = context.positions
     cache = context.cache
@@ -747,20 +699,12 @@ def find_starts(context, document_token):
     return start
 
 
-def make_schedule(model, order):
-    """order: block numbers in the order of computation; a block may occur twice. Returns a list of (block,
-    cache entry of its first mixer), and the mixer of each cache entry. Sets `place`, a mixer's number in its
-    block."""
-    schedule = []
-    mixers = []
-    for i in order:
-        base = len(mixers)
-        schedule.append((i, base))
-        for part in model.h[i].modules():
-            if isinstance(part, Mixer):
-                part.place = len(mixers) - base
-                mixers.append(part)
-    return schedule, mixers
+def number_mixers(model):
+    """A list with the mixer of each cache entry. A mixer's `number` is the entry that it uses."""
+    mixers = [part for part in model.h.modules() if isinstance(part, Mixer)]
+    for number, mixer in enumerate(mixers):
+        mixer.number = number
+    return mixers
 
 
 # cache ------------------------------------------------------------------------------------------------------
@@ -798,7 +742,7 @@ class Cache:
         self.states = [[zeros(batch_size, *shape, dtype=state_dtype or dtype)
                         for shape, state_dtype in mixer.states] for mixer in model.mixers]
         for mixer in model.mixers:
-            if not (mixer.slots or mixer.states or mixer.slots is None):
+            if mixer.slots is None and not mixer.states:
                 raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} sets neither slots nor "
                                  "states, so that nothing of it can be cached: see ForwardContext")
 
@@ -808,7 +752,7 @@ class Cache:
     def append(self, mixer, context, *new):
         """Stores new tensors (B, heads, T, width). Returns tensors to attend to,
         (B, heads, S, width)."""
-        slots = self.slots[mixer.entry(context)]
+        slots = self.slots[mixer.number]
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
         seen = None
@@ -870,8 +814,8 @@ class Cache:
         a wrapped rolling KV cache."""
         n_kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots if layer) - 1
         if ((n > 0) & (self.length > n_kept)).any():
-            raise ValueError(f"cannot rewind {n} of {self.length.tolist()} tokens: a layer keeps only a "
-                             "state or a window (for a window: rolling=False)")
+            raise ValueError("cannot rewind so many tokens: a layer keeps only a state or a window (for a "
+                             "window: rolling=False)")
         self.length -= n
         self._recount()
 
@@ -928,119 +872,90 @@ class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or see part
     is_causal: bool               # the queries belong to the last T keys; later keys are hidden
-    window: int | None = None     # largest number of other keys that a query sees; None: all
-    n_global: int = 0             # number of first keys that all later queries see in any case
     flex: tuple | None = None     # what flex_mask returns; bias is then None
-    part: typing.Callable | None = None  # (slice of queries, slices of keys) -> part of a bias for long T
-    copies: dict = dataclasses.field(default_factory=dict)  # see repeated
+    copies: dict = dataclasses.field(default_factory=dict)  # query heads per key head -> bias as rows
+    part: typing.Callable | None = None  # (slice of queries, slice of keys) -> part of a bias for long T
 
     def add(self, bias):
         """This Mask plus a bias (1 or B, 1 or H, T, S). -inf hides a key; each query
         must see at least one key."""
-        own = self.part(slice(None), [slice(None)]) if self.part else self.bias
+        own = self.part(slice(None), slice(None)) if self.part else self.bias
         if own is not None:
             bias = bias + own
         elif self.is_causal:  # kernels with a bias do not hide later keys
             T, S = bias.shape[-2:]
             bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1 + S - T), -math.inf)
-        return Mask(bias, self.is_causal, self.window, self.n_global)
-
-    def repeated(self, group):
-        """The bias for `group` query heads as rows of one product, (1 or B, 1 or K, group T, S). All layers
-        share it: autograd would keep a copy per layer."""
-        if group not in self.copies:
-            rows, heads, T, S = self.bias.shape
-            bias = self.bias.expand(-1, max(heads, group), -1, -1)
-            self.copies[group] = bias.reshape(rows, -1, group * T, S)
-        return self.copies[group]
+        return Mask(bias, self.is_causal)
 
 
-def pick(x, slices, dim):
-    """Slices of x along a dimension, joined."""
-    parts = [x[(slice(None),) * (dim % x.ndim) + (part,)] for part in slices]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def visible(q_pos, k_pos, first):
-    """Whether first <= k_pos <= q_pos, (1 or B, 1, T, S) bool. q_pos and first are (1 or B, T);
-    k_pos is (1 or B, S), with -1 for empty slots."""
-    return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first[:, :, None]))[:, None]
-
-
-def make_mask(model, context, window, has_alibi, reach):
-    """The Mask of a mask_kind. window: tokens that the layers' cache keeps. reach: the layers'
-    letter in window_pattern."""
+def make_mask(model, context, window, has_alibi, in_chunks):
+    """The Mask of a mask_kind. window: tokens that the layers' cache keeps. in_chunks: a query sees only its
+    chunk of `window` tokens."""
     config = model.config
     positions = context.positions
     cache = context.cache
     is_causal = cache is None or cache.longest == 0
-    span = config.window if reach == 'G' else window
     starts = context.document_starts
-    if not has_alibi and starts is None and needs_no_mask(context, is_causal, span, reach):
+    if not has_alibi and starts is None and needs_no_mask(context, is_causal, window, in_chunks):
         return Mask(None, is_causal or positions.shape[1] > 1)
 
     k_pos = positions if cache is None else cache.key_positions(window, positions)
-    begin = torch.zeros_like(positions) if starts is None else starts
-    back = context.position_ids % window if reach == 'C' else (span or config.block_size) - 1
-    first = (positions - back).clamp(min=begin)
+    back = context.position_ids % window if in_chunks else (window or config.block_size) - 1
+    first = (positions - back).clamp(min=0 if starts is None else starts)
     if cache is not None:  # padding that sees no key would become NaN
         first = first.clamp(max=cache.max_len - 1)
     slopes = alibi_slopes(config.n_head, positions.device) * config.alibi_scale if has_alibi else None
 
     def part(queries, keys):
-        q_pos, nearest, start = positions[:, queries], first[:, queries], begin[:, queries]
-        keys = pick(k_pos, keys, 1)
-        seen = visible(q_pos, keys, nearest)
-        if reach == 'G':
-            is_global = keys[:, None, None] < start[:, None, :, None] + config.window_global
-            seen = seen | visible(q_pos, keys, start) & is_global
+        q_pos = positions[:, None, queries, None]
+        keys = k_pos[:, None, None, keys]
+        seen = (first[:, None, queries, None] <= keys) & (keys <= q_pos)  # (1 or B, 1, T, S)
         bias = torch.zeros((), dtype=context.dtype, device=positions.device)
         if has_alibi:
-            distance = (q_pos[:, :, None] - keys[:, None])[:, None]  # (1 or B, 1, T, S)
-            bias = (-slopes[:, None, None] * distance).to(context.dtype)
+            bias = (-slopes[:, None, None] * (q_pos - keys)).to(context.dtype)
         return bias.where(seen, -math.inf)
 
-    n_global = config.window_global if reach == 'G' else 0
-    limit = span if starts is None or reach != 'G' else None  # global tokens differ by document
-    flex = flex_mask(first, slopes) if reach != 'G' and context.flex else None
+    flex = flex_mask(first, slopes) if context.flex else None
     in_blocks = flex or positions.shape[1] > BLOCK and (
-        context.eager or is_causal and limit and positions.device.type == 'cpu')
-    bias = None if in_blocks else part(slice(None), [slice(None)])
-    return Mask(bias, is_causal, limit, n_global, flex, part if in_blocks else None)
+        context.eager or is_causal and window and positions.device.type == 'cpu')
+    bias = None if in_blocks else part(slice(None), slice(None))
+    return Mask(bias, is_causal, flex, part if in_blocks else None)
 
 
-def needs_no_mask(context, is_causal, span, reach):
+def needs_no_mask(context, is_causal, window, in_chunks):
     """Whether each token sees all keys, or all keys up to itself."""
     cache = context.cache
     T = context.positions.shape[1]
-    sees_all = span is None or (0 if cache is None else cache.longest) + T <= span
+    sees_all = window is None or (cache.longest if cache else 0) + T <= window
     is_aligned = cache and cache.same_length and context.lengths is None  # the last key is the last query's
     if T == 1 and is_aligned:
-        return sees_all or cache.rolling and reach == 'S'
+        return sees_all or cache.rolling and not in_chunks
     return sees_all and not context.eager and (is_causal or is_aligned and context.idx.is_cuda and T > BLOCK)
 
 
 # kernels ----------------------------------------------------------------------------------------------------
 
-def attend(q, k, v, context, mask, scale, p, softcap, sink):
-    """softmax(scale q k^T + bias) v, with dropout p on the weights, by the fastest path: q (B, H, T, D),
+def attend(mixer, q, k, v, context, mask):
+    """softmax(scale q k^T + bias) v, with dropout on the weights, by the fastest path: q (B, H, T, D),
     k (B, K, S, D), v (B, K, S, D') -> (B, H, T, D')."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     bias = mask.bias
     group = H // K
     if mask.flex is not None:
-        return flexible_attention(q, k, v, *mask.flex, scale, softcap, sink)
+        return flexible_attention(mixer, q, k, v, *mask.flex)
     if context.eager or mask.part:  # eager_attention skips keys outside a window
-        return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
+        return eager_attention(mixer, q, k, v, mask, context.weights)
     is_causal = bias is None and mask.is_causal and T > 1
     if (group * T <= FEW_QUERIES and torch.compiler.is_compiling()
             and (bias is not None or q.device.type == 'cpu' and not is_causal)):
-        return eager_attention(q.float(), k.float(), v.float(), mask, scale, p, few=True).type_as(v)
+        return eager_attention(mixer, q.float(), k.float(), v.float(), mask, few=True).type_as(v)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, v.shape[-1] == D <= 256, is_causal)
-    if group > 1 and sharing == 'rows':
+    if sharing == 'rows':
         q = q.reshape(B, K, group * T, D)
-        bias = mask.repeated(group) if bias is not None else None
+        if bias is not None:  # one copy for all layers, because autograd would keep one per layer
+            copy = bias.expand(-1, max(group, bias.shape[1]), -1, -1).reshape(len(bias), -1, group * T, S)
+            bias = mask.copies.setdefault(group, copy)
     elif group > 1 and sharing == 'repeat':
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
@@ -1048,8 +963,8 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler
         bias, is_causal = causal_lower_right(T, S), False
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
-        y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
-                                           enable_gqa=q.shape[1] > k.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, bias, mixer.config.dropout * mixer.training, is_causal,
+                                           scale=mixer.scale, enable_gqa=q.shape[1] > k.shape[1])
     return y.reshape(B, H, T, -1)  # some kernels return the heads next to D'
 
 
@@ -1094,24 +1009,24 @@ def flex_mask(first, slopes):
     return create_block_mask(is_seen, rows, None, T, T, device=first.device), slopes
 
 
-def flexible_attention(q, k, v, block_mask, slopes, scale, softcap=0.0, sink=None):
+def flexible_attention(mixer, q, k, v, block_mask, slopes):
     """`attend` by flex_attention (arXiv:2412.05496)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    softcap = mixer.config.attn_softcap
 
     def score_of(score, b, h, q, k):
         score = softcap * torch.tanh(score / softcap) if softcap else score
         return score if slopes is None else score - slopes[h] * (q - k)
 
-    changes = score_of if softcap or slopes is not None else None
-    options = dict(scale=scale, enable_gqa=q.shape[1] > k.shape[1])
-    if sink is None:
-        return flex_attention(q, k, v, changes, block_mask, **options)
-    y, aux = flex_attention(q, k, v, changes, block_mask, **options, return_aux=AuxRequest(lse=True))
+    options = dict(scale=mixer.scale, enable_gqa=q.shape[1] > k.shape[1])
+    if mixer.sink is None:
+        return flex_attention(q, k, v, score_of, block_mask, **options)
+    y, aux = flex_attention(q, k, v, score_of, block_mask, **options, return_aux=AuxRequest(lse=True))
     # exp(aux.lse) is the denominator without the sink
-    return y * torch.sigmoid(aux.lse - sink.float()[:, None])[..., None].type_as(y)
+    return y * torch.sigmoid(aux.lse - mixer.sink.float()[:, None])[..., None].type_as(y)
 
 
-def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=None, few=False):
+def eager_attention(mixer, q, k, v, mask, weights=None, few=False):
     """`attend` in plain torch, in blocks of queries. It is for
 
     - softcap, sink and returned weights, which no kernel supports
@@ -1119,16 +1034,17 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
     - `few` queries in a compiled step, where it is faster than SDPA"""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
-    q = q * scale
+    q = q * mixer.scale
+    softcap = mixer.config.attn_softcap
     out = []
     block = T if few or weights is not None else BLOCK
     for start in range(0, T, block):
         end = min(start + block, T)
-        seen = [slice(0, S - T + end if mask.is_causal else S)]
-        if mask.is_causal and mask.window and (first := max(0, start + 1 - mask.window)) > mask.n_global:
-            seen = [slice(0, mask.n_global)] * bool(mask.n_global) + [slice(first, end)]
-        keys = pick(k, seen, 2)
-        values = pick(v, seen, 2)
+        seen = slice(0, S - T + end if mask.is_causal else S)
+        if mask.is_causal and mixer.window:
+            seen = slice(max(0, start + 1 - mixer.window), end)
+        keys = k[:, :, seen]
+        values = v[:, :, seen]
         n_keys = keys.shape[2]
         # (B, K, (H / K) t, D) @ (B, K, D, s) for t queries, s keys
         rows = q[:, :, start:end].reshape(B, K, -1, D)
@@ -1139,16 +1055,26 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
         if mask.part:
             score = score + mask.part(slice(start, end), seen)
         elif mask.bias is not None:
-            score = score + pick(mask.bias[:, :, start:end], seen, -1)
-        if sink is not None:  # a sink has a weight but no value
-            score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
+            score = score + mask.bias[:, :, start:end, seen]
+        if mixer.sink is not None:  # a sink has a weight but no value
+            sink = mixer.sink.type_as(score)[:, None, None].expand_as(score[..., :1])
+            score = torch.cat((score, sink), dim=-1)
         weight = score.softmax(dim=-1)[..., :n_keys]
         if weights is not None:
             weights.append(weight)
-        weight = F.dropout(weight, p).reshape(B, K, -1, n_keys)
+        weight = F.dropout(weight, mixer.config.dropout, mixer.training).reshape(B, K, -1, n_keys)
         y = (weight[..., None] * values[:, :, None]).sum(dim=-2) if few else weight @ values
         out.append(y.view(B, H, end - start, -1))
     return torch.cat(out, dim=2)
+
+
+def project(x, w, bias=None):
+    """x (..., n_in) @ w^T + bias"""
+    if (x.is_cpu and x.numel() == x.shape[-1] == w.shape[1] and x.dtype == w.dtype == torch.bfloat16
+            and not torch.compiler.is_compiling()):  # one token: 1.2 times as fast on Intel with AMX
+        y = torch.mv(w, x.flatten()) if bias is None else torch.addmv(bias.type_as(w), w, x.flatten())
+        return y.view(*x.shape[:-1], -1)
+    return F.linear(x, w, bias)
 
 
 MOST_LOGITS = 2**31 - 1  # per call: CUDA's kernel counts logits in 32 bits (pytorch issue 85786)
@@ -1166,7 +1092,7 @@ def cross_entropy(logits, targets):
     return loss / (targets >= 0).sum().clamp(min=1)
 
 
-# III. variants ==============================================================================================
+# III. experts, variants =====================================================================================
 
 def gated(act):
     """An entry of ACTIVATIONS: act(gate) * up, arXiv:2002.05202."""
@@ -1195,6 +1121,200 @@ def activation(config):
     return act(config) if isinstance(act, type) else act, 2 if is_gated else 1
 
 
+# experts ----------------------------------------------------------------------------------------------------
+# Shapes: E experts, n = B T tokens, k = n_expert_active
+
+class GroupedLinear(nn.Module):
+    """A FusedLinear per expert: x (n, n_in), with rows sorted by expert, and offsets (E,) int32,
+    the end of each expert's rows -> one tensor (n, width) per width in widths."""
+
+    names = 'gate up'
+
+    def __init__(self, n_expert, n_in, widths, bias, init=hidden_init):
+        super().__init__()
+        self.widths = widths
+        self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=widths)
+        self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
+        # not compiled, because numbers of rows vary
+        self.loop = torch.compiler.disable(loop_over_experts)
+
+    def has_kernel(self, dtype, device):
+        """Whether grouped_mm supports the weights: rows must be multiples of 16 bytes."""
+        return (dtype is torch.bfloat16 and device != 'mps'
+                and not any(n % 8 for n in self.weight.shape[1:]))
+
+    def forward(self, x, offsets):
+        y = self.product(x, offsets)
+        if self.bias is not None:
+            expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
+            y = y + self.bias[expert].type_as(y)
+        return y.split(self.widths, dim=-1)
+
+    def product(self, x, offsets):
+        w = self.weight.to(x.dtype)
+        if self.has_kernel(x.dtype, x.device.type):
+            if torch.is_grad_enabled():  # zeros for experts without rows: pytorch issue 172439
+                w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
+            return F.grouped_mm(x, w.mT, offs=offsets)
+        return self.loop(F.linear, x, offsets, w)
+
+
+def loop_over_experts(product, x, offsets, *weights):
+    """Calls product(rows, weights) for each expert with rows."""
+    segments = x.tensor_split(offsets[:-1].long().cpu())
+    return torch.cat([product(rows, *each) for rows, *each in zip(segments, *weights) if len(rows)])
+
+
+class Experts(nn.Module):
+    """An MLP per expert: (n, C) -> (n, C), with x and offsets as in GroupedLinear."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.act, n = activation(config)
+        E = config.n_expert
+        width = config.d_expert
+        self.c_fc = GroupedLinear(E, config.n_embd, (width,) * n, config.mlp_bias)
+        self.c_proj = GroupedLinear(E, width, (config.n_embd,), config.mlp_bias,
+                                    init=branch_init(config, 'mlp_out'))
+
+    def forward(self, x, offsets):
+        y, = self.c_proj(self.act(*self.c_fc(x, offsets)), offsets)
+        return y
+
+
+ROUTERS = {
+    # name: (logits -> log scores of the experts, scores in a group -> score of the group)
+    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
+    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),         # DeepSeek-V3
+}
+
+
+class MoE(nn.Module):
+    """Mixture of experts: each token passes through the n_expert_active experts with the highest router
+    scores (arXiv:1701.06538) and through the shared experts (arXiv:2401.06066)."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config = config
+        self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
+        self.experts = Experts(config)
+        self.shared = (MLP(config, layer, config.n_shared_expert * config.d_expert)
+                       if config.n_shared_expert else None)
+        self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
+        self.ln_router, self.ln_in, self.ln_out, self.ln_shared_in, self.ln_shared_out = (
+            Norm(config.n_embd, config) if config.expert_norms else nn.Identity() for _ in range(5))
+        self.expert_scale = (parameter(config.n_expert, init=nn.init.ones_, group='vector')
+                             if config.expert_norms else None)
+        self.register_buffer('expert_bias', torch.zeros(config.n_expert) if config.balance_bias else None)
+
+    def forward(self, x, context):
+        """x (B, T, C) -> (B, T, C)"""
+        flat = x.flatten(0, 1)  # (n, C)
+        k = self.config.n_expert_active
+        weight, chosen, logits, score = self.route(self.ln_router(flat))
+        expert, order = chosen.flatten().sort(stable=True)  # choices sorted by expert
+        ends = torch.searchsorted(expert, torch.arange(self.config.n_expert, device=x.device), right=True,
+                                  out_int32=True)
+        each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # one row per choice
+        if self.config.expert_input_scale:
+            each = each * weight.view(-1, 1).type_as(each)
+            weight = torch.ones_like(weight)
+        # index_select, because plain indexing has a slow or nondeterministic gradient
+        y = self.experts(each.index_select(0, order), ends)
+        y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
+        y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
+        if context.learned is not None:
+            context.routing.append((self, *self.statistics(chosen, logits, score, context.learned)))
+        if self.shared is None:
+            return y
+        shared = self.ln_shared_out(self.shared(self.ln_shared_in(x)))
+        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+
+    def route(self, x):
+        """x (n, C) -> float32 weights (n, k), chosen experts (n, k), logits and log scores (n, E)"""
+        config = self.config
+        log, group_score = ROUTERS[config.router]
+        with torch.autocast(x.device.type, enabled=False):
+            bias = self.router.bias
+            logits = F.linear(x.float(), self.router.weight.float(), bias if bias is None else bias.float())
+        if config.expert_norms:
+            logits = logits * config.n_embd ** -0.5
+        score = log(logits)
+        rank = score.detach().exp()
+        if config.balance_bias:  # arXiv:2408.15664: changes the choice, not the weights
+            rank = rank + self.expert_bias
+        if config.n_group:
+            groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts per group)
+            of_group = group_score(groups)
+            best = of_group.topk(config.topk_group).indices
+            hidden = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
+            rank = groups.masked_fill(hidden[..., None], -math.inf).flatten(1)
+        chosen = rank.topk(config.n_expert_active).indices
+        weight = score.gather(1, chosen)
+        # softmax normalises the chosen scores without underflow
+        weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
+        if self.expert_scale is not None:
+            weight = weight * self.expert_scale[chosen]
+        return weight * config.routed_scaling_factor, chosen, logits, score
+
+    def statistics(self, chosen, logits, score, learned):
+        """learned (B, T) bool: the tokens that count -> balance, 0-d, 1 if experts are used evenly (Switch,
+        arXiv:2101.03961, equations 4 to 6); z, 0-d (ST-MoE, arXiv:2202.08906); load (E,), how often each
+        expert was chosen"""
+        E = self.config.n_expert
+        rows = learned if self.config.balance_per_sequence else learned.view(1, -1)
+        n = rows.sum(1, keepdim=True).clamp(min=1)
+        picks = (chosen[..., None] == torch.arange(E, device=chosen.device)).sum(1)
+        load, share = ((x.unflatten(0, rows.shape) * rows[..., None]).sum(1)  # (rows, E)
+                       for x in (picks, score.softmax(-1)))
+        total = learned.sum().clamp(min=1)
+        balance = E / self.config.n_expert_active * (load * share / n).sum() / total
+        z = (logits.logsumexp(-1).square() * learned.flatten()).sum() / total
+        return balance, z, load.sum(0).float()
+
+    def _apply(self, *args, **options):
+        """Keeps the expert biases in float32."""
+        exact = self.expert_bias
+        super()._apply(*args, **options)
+        if exact is not None and not exact.is_meta:
+            self.expert_bias = exact.to(self.expert_bias.device)
+        return self
+
+
+MLPS = {  # letter in expert_pattern: class of a block's MLP; None: no MLP
+    'E': MoE,
+    'D': MLP,
+    'N': None,
+}
+
+
+def routing_losses(routing):
+    """[(experts, balance, z, load)], one per call of MoE.forward -> entries of GPT.forward's aux"""
+    _, balance, z, _ = zip(*routing)
+    loads = {}
+    for experts, _, _, load in routing:
+        loads[experts] = loads.get(experts, 0) + load
+    return {'balance': torch.stack(balance).mean(), 'z': torch.stack(z).mean(),
+            'load': torch.stack([*loads.values()])}
+
+
+@torch.no_grad()
+def move_balance(model, loads, rate):
+    """Updates the expert biases by the loads (layers with experts, E): adds rate for experts below the mean
+    load, subtracts rate for others (arXiv:2408.15664)."""
+    experts = [part for part in model.modules() if hasattr(part, 'expert_bias')]
+    for part, load in zip(experts, loads, strict=True):
+        part.expert_bias += rate * (load.mean() - load).sign()
+
+
+def layer_norm(x, weight, bias, eps):
+    """arXiv:1607.06450."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+NORMS = {'rmsnorm': rms_norm, 'layernorm': layer_norm}
+
+
 # rotary scalings, positions ---------------------------------------------------------------------------------
 
 def yarn_mscale(factor, weight):
@@ -1215,8 +1335,8 @@ def ntk(freq, base, length, *, factor):
 
 def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
     """ntk with the factor that a context of this length needs (by emozilla)."""
-    needed = factor * length / original_max_position_embeddings - (factor - 1)
-    return ntk(freq, base, length, factor=max(1.0, needed))
+    return ntk(freq, base, length,
+               factor=max(1.0, factor * length / original_max_position_embeddings - (factor - 1)))
 
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
@@ -1278,13 +1398,12 @@ ROPE_SCALINGS = {
 
 
 def complete_scaling(scaling, length):
-    """Adds the training length to a rope_scaling that needs it. `type` is an older name of rope_type. Raises
+    """Adds the training length to a rope_scaling that needs it. Raises
     ValueError for an unknown type, and for missing or unknown items."""
     if not scaling:
         return scaling
     options = dict(scaling)
-    kind = options.pop('type', None)
-    kind = options.pop('rope_type', kind)
+    kind = options.pop('rope_type', None)
     try:
         signature = inspect.signature(ROPE_SCALINGS[kind])
         if 'original_max_position_embeddings' in signature.parameters:
@@ -1313,7 +1432,7 @@ def scale_queries(mixer, q, context):
     return q * (1 + options['beta'] * torch.log1p(step))[:, None, :, None].type_as(q)
 
 
-def alibi_slopes(n_head, device=None):
+def alibi_slopes(n_head, device):
     """(H,): 2^(-8i/n) if the number of heads n is a power of two; otherwise the slopes of the next smaller
     power, then every second slope of twice that power (arXiv:2108.12409)."""
     n = 2 ** int(math.log2(n_head))
@@ -1338,24 +1457,18 @@ def make_mixer(config, layer):
     return kind(layer_config, layer)
 
 
-def make_mlp(config, layer):
-    """The MLP of a layer, its experts, or None."""
-    kind = config.mlp_of(layer)
-    if kind == 'E':
-        from experts import MoE
-        return MoE(config, layer)
-    return MLP(config, config.d_ff) if kind == 'D' else None
-
-
 def make_block(config, layer):
     """Creates a layer's block. Config files that change the block replace this function."""
     return Block(config, layer)
 
 
-def is_plain(config, layer):
-    """Whether the block of a layer is `x = x + branch(attn(ln_1(x)))`, then `x + branch(mlp(ln_2(x)))`."""
-    return (config.norm_placement == 'pre' and config.residual_scale == 1 and not config.layer_scalar
-            and config.mlp_of(layer) != 'N')
+def require_plain(block, config, layer):
+    """Raises ValueError unless this layer is `x = x + branch(attn(ln_1(x)))`, then
+    `x + branch(mlp(ln_2(x)))`."""
+    if (config.norm_placement != 'pre' or config.residual_scale != 1 or config.layer_scalar
+            or MLPS[config.mlp_of(layer)] is None):
+        raise ValueError(f"{type(block).__name__} needs the default norm_placement, residual_scale, "
+                         "layer_scalar and expert_pattern: see Block.supports_variants")
 
 
 NORM_PLACEMENTS = {
@@ -1384,6 +1497,14 @@ def complete(config):
         raise ValueError('invalid config: ' + '. '.join(
             ', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f' {problem}'
             for names, problem in problems))
+    if config.local:  # completes its rope_scaling, and raises for problems of these layers
+        layer = dataclasses.replace(config, **config.local, local=None)
+        config.local = {name: getattr(layer, name) for name in config.local}
+
+
+def mixer_classes(config):
+    """The classes in mixer_pattern."""
+    return [MIXERS[kind] for kind in dict.fromkeys(config.mixer_pattern)]
 
 
 def fill_defaults(config):
@@ -1397,7 +1518,7 @@ def fill_defaults(config):
     if config.n_expert is not None:
         defaults |= dict(n_expert_active=min(2, config.n_expert), d_expert=config.d_ff or defaults['d_ff'])
     own = {}
-    for mixer in config.mixers:
+    for mixer in mixer_classes(config):
         for name, value in mixer.defaults(config).items():
             if getattr(config, name) is None and own.setdefault(name, value) != value:
                 yield 'mixer_pattern', f'needs a value of {name}: the defaults of these layers differ'
@@ -1405,9 +1526,6 @@ def fill_defaults(config):
         if getattr(config, name) is None:
             setattr(config, name, value)
     config.rope_scaling = complete_scaling(config.rope_scaling, config.block_size)
-    if config.local and 'rope_scaling' in config.local:
-        scaling = complete_scaling(config.local['rope_scaling'], config.block_size)
-        config.local = config.local | {'rope_scaling': scaling}
 
 
 def round_up(n, multiple=64):
@@ -1416,12 +1534,15 @@ def round_up(n, multiple=64):
 
 
 def choices(kind):
-    """The values that a field's annotation lists."""
+    """The texts that a field's annotation lists."""
     if isinstance(kind, str):
         return [*globals()[kind.partition(' |')[0]]]
     if typing.get_origin(kind) is Literal:
         return [*typing.get_args(kind)]
-    return [True, False] * (kind is bool) + [*itertools.chain(*map(choices, typing.get_args(kind)))]
+    return [*itertools.chain(*map(choices, typing.get_args(kind)))]
+
+
+MOST_LAYERS = 4096  # or experts: making one takes milliseconds
 
 
 def wrong_values(config):
@@ -1430,16 +1551,13 @@ def wrong_values(config):
         value = getattr(config, name)
         known = choices(field.type)
         values = value if name.endswith('_pattern') else [value]
-        may_be_zero = field.default == 0 or name == 'document_token'
-        if value is None:
-            continue
-        if any(isinstance(one, str) for one in known) and not (values and {*values} <= {*known}):
-            hint = ', or name the config file that adds it' if isinstance(field.type, str) else ''
-            yield name, f"is not supported; choose one of {', '.join(map(str, known))}{hint}"
-        elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
-            yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
-        elif name in ('n_layer', 'n_expert') and value > 10**4:  # building a layer takes milliseconds
-            yield name, 'must be at most 10,000'
+        if isinstance(value, str) and not (values and {*values} <= {*known}):
+            hint = ', or name the config file that adds it' * isinstance(field.type, str)
+            yield name, f"is not supported; choose one of {', '.join(known)}{hint}"
+        elif type(value) in (int, float) and value <= 0 and field.default != 0 and name != 'document_token':
+            yield name, 'must be above 0'
+        elif name in ('n_layer', 'n_expert') and (value or 0) > MOST_LAYERS:
+            yield name, f'must be at most {MOST_LAYERS}'
 
 
 LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'  # in `local`
@@ -1447,36 +1565,32 @@ LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_
 
 def impossible(config):  # noqa: C901
     """Fields that cannot be combined: pairs ('field other_field', problem)."""
-    layers = [config.at(i) for i in range(config.n_layer)]
-    if any(issubclass(mixer, Attention) for mixer in config.mixers):
+    if any(issubclass(mixer, Attention) for mixer in mixer_classes(config)):
         if config.head_dim is None:
             yield 'n_embd n_head', 'do not fit: n_head must divide n_embd, or set head_dim'
-        if any(config.n_head % (layer.n_kv_head or 1) for layer in layers):
+        if config.n_head % config.n_kv_head:
             yield 'n_kv_head n_head', 'do not fit: n_kv_head must divide n_head'
-    widths = {layer.rope_dim for layer in layers if layer.head_dim or layer.qk_rope_head_dim}
-    if config.pos == 'rope' and any(width % 2 or not width for width in widths):
-        yield 'pos', f"needs heads with an even number of rotating dimensions, not {min(widths)}"
-    if config.document_token is not None and not all(mixer.documents for mixer in config.mixers):
+    if (config.pos == 'rope' and (config.head_dim or config.qk_rope_head_dim)
+            and (config.rope_dim % 2 or not config.rope_dim)):
+        yield 'pos', f"needs heads with an even number of rotating dimensions, not {config.rope_dim}"
+    if config.document_token is not None and not all(mixer.documents for mixer in mixer_classes(config)):
         yield 'document_token mixer_pattern', 'do not fit: a mixer does not keep documents apart'
     if {*config.mixer_pattern} != {*config.mixer_pattern[:config.n_layer]}:
         yield 'mixer_pattern n_layer', 'do not fit: each letter needs a layer'
-    if unknown := (config.local or {}).keys() - {*LOCAL}:
-        yield 'local', f"cannot have {', '.join(unknown)}; choose from {', '.join(LOCAL)}"
+    if (config.local or {}).keys() - {*LOCAL}:
+        yield 'local', f"can only have {', '.join(LOCAL)}"
     share = config.topk_group / config.n_group if config.n_group else 1
     if config.n_expert and config.n_expert_active > config.n_expert * share:
         yield 'n_expert_active n_expert n_group topk_group', 'leave too few experts to choose from'
-    for mixer in config.mixers:
+    for mixer in mixer_classes(config):
         yield from mixer.check(config)
 
 
 def changed(config, longest=None, **changes):
     """A trained model's config with changes, but the same training length. longest: a bound of the
-    block_size. Raises ValueError if block_size exceeds the learned positions."""
+    block_size."""
     if longest:
         changes['block_size'] = min(longest, changes.get('block_size', config.block_size))
-    if config.pos == 'learned' and changes.get('block_size', 0) > config.block_size:
-        raise ValueError(f"block_size={changes['block_size']} is more than the {config.block_size} positions "
-                         "that the model has learned")
     length = (config.rope_scaling or {}).get('original_max_position_embeddings', config.block_size)
     if 'rope_scaling' in changes:
         changes['rope_scaling'] = complete_scaling(changes['rope_scaling'], length)
@@ -1485,11 +1599,11 @@ def changed(config, longest=None, **changes):
 
 def try_tokens(model):
     """Raises ArithmeticError if the loss of two tokens is not finite."""
-    idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.wte.weight.device)
+    idx = torch.zeros(1, 2, dtype=torch.long, device=model.wte.weight.device)
     with torch.random.fork_rng(devices=[]):
         loss, _ = model(idx, idx)
         with torch.no_grad():  # fails if a mixer declares something else than it caches
-            model(idx, cache=model.make_cache(1, idx.shape[1]))
+            model(idx, cache=model.make_cache(1, 2))
     if not loss.isfinite():
         raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
 
@@ -1503,13 +1617,22 @@ def collect_tags(model):
         if found is None:
             raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
         if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
-            raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
-                             "another of GROUPS")
+            raise ValueError(f"{name} is tagged as a matrix: use group='vector', or another of GROUPS")
     saved = model.state_dict()
     for name, _ in model.named_buffers():
         if name not in saved:  # loading does not compute buffers
             raise ValueError(f"a checkpoint would lose the buffer {name}: leave persistent=False out")
     return tags
+
+
+@torch.no_grad()
+def init_weights(model):
+    """Fills every parameter by the init of its tag."""
+    for name, w in model.named_parameters():
+        if not w.is_meta:
+            model.tags[name].init(w)
+            if w.isnan().any():
+                raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
 
 
 # accounting -------------------------------------------------------------------------------------------------
@@ -1529,27 +1652,20 @@ def account(model):
     return rows | {'mixing': (0, 0, mixing_flops(model, model.config.block_size))}
 
 
-def passes(model, name):
-    """How often a module or parameter computes in a forward pass."""
-    return max(1, sum(name.startswith(f'h.{i}.') for i, _ in model.schedule))
-
-
 def mixing_flops(model, length):
     """Training FLOPs per token of products without weights."""
-    return sum(part.flops(length) * passes(model, name) for name, part in model.named_modules()
-               if hasattr(part, 'flops'))
+    return sum(part.flops(length) for part in model.modules() if hasattr(part, 'flops'))
 
 
 def cost(model, name, w):
-    """The row of a parameter w in account. A weight in a matmul costs 6 FLOPs, or 4 if frozen, each time that
-    its block computes."""
+    """The row of a parameter w in account. A weight in a matmul costs 6 FLOPs, or 4 if frozen."""
     config = model.config
     active = w.numel()
     group = model.tags[name].group
     if 'experts.' in name:
         active = round(active * config.n_expert_active / config.n_expert)
     is_product = GROUPS[group] and group not in LOOKUP_GROUPS
-    return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product * passes(model, name)
+    return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
 
 
 def num_params(model, active=False):

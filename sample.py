@@ -125,7 +125,8 @@ def read_checkpoint(path):
         state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w.detach()
                  for name, w in checkpoint['model'].items()}
     args = {name: checked(path, name, value, FIELDS) for name, value in args.items()
-            if name in FIELDS or value is not None}  # None: an unused option of another version
+            # None: an unused option of another version. Models without global tokens have the other too
+            if name in FIELDS or value is not None and name != 'window_global'}
     if any('transformer.' in name for name in checkpoint['model']):  # nanoGPT
         wte = state['wte.weight']
         tied = torch.equal(state.setdefault('lm_head.weight', wte), wte)

@@ -1,11 +1,9 @@
 """Tests of model."""
 import contextlib
 import copy
-import functools
 import importlib
 import itertools
 import math
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import experts
 import mixers
 import model as flat
 from lab import check
@@ -42,7 +38,7 @@ YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 
 
 CHOICES = {  # axes of the pairwise grid; {}: GPTConfig's defaults
     'attention': [{}, dict(n_kv_head=2), dict(n_kv_head=1, head_dim=10, qk_norm='whole', attn_scale=0.2),
-                  MLA, {**MLA, 'q_lora_rank': 12, 'latent_norm_eps': 0.1},
+                  {**MLA, 'q_lora_rank': 12, 'latent_norm_eps': 0.1},
                   dict(n_kv_head=2, attn_sink=True, qk_norm=False, clip_qkv=0.3),
                   dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 4, 'start': 1, 'layers': 'N'}),
                   dict(n_kv_head=2, k_eq_v=True, v_norm=True),
@@ -52,7 +48,7 @@ CHOICES = {  # axes of the pairwise grid; {}: GPTConfig's defaults
                  dict(pos_pattern='NP'), dict(pos='alibi'), dict(pos='learned'), dict(pos='sinusoidal'),
                  dict(pos='none'), dict(pos='alibi', pos_pattern='PN', alibi_scale=0.5)],
     'window': [{}, dict(window=5, window_pattern='S'), dict(window=5, window_pattern='SL'),
-               dict(window=5, window_pattern='CL'), dict(window=4, window_pattern='GS', window_global=2),
+               dict(window=5, window_pattern='CL'),
                dict(window=5, window_pattern='LS', local={'rope_base': 20.0, 'rope_scaling': YARN}),
                dict(window=5, window_pattern='SL', local={'head_dim': 12, 'n_kv_head': 4, 'k_eq_v': False})],
     'norm': [{}, dict(norm='layernorm', bias=True), dict(norm_placement='post'),
@@ -67,17 +63,13 @@ CHOICES = {  # axes of the pairwise grid; {}: GPTConfig's defaults
             dict(n_expert=4, n_shared_expert=1, shared_gate=True, d_expert=24, expert_input_scale=True),
             dict(n_expert=4, n_expert_active=3, router='sigmoid', balance_bias=True, n_dense_layer=1,
                  d_expert=20, norm_topk_prob=False, routed_scaling_factor=2.5),
-            dict(n_expert=4, n_shared_expert=2, d_expert=20, expert_norms=True, norm_placement='sandwich'),
             dict(n_expert=6, n_group=3, topk_group=2, expert_pattern='DE', mlp='gelu', mlp_bias=True,
                  router='sigmoid', balance_per_sequence=True)],
     'documents': [{}, dict(document_token=3), dict(mtp=True), dict(embed_scale=3.0)],
-    'mixer': [{}, dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4),
-              dict(attn_gate=True), dict(attn_gate='head'), dict(mixer_pattern='MD'),
-              dict(mixer_pattern='D', linear_key_head_dim=6, linear_value_head_dim=10,
-                   linear_conv_kernel_dim=2),
-              dict(mixer_pattern='CA'), dict(mixer_pattern='KA', linear_key_head_dim=6),
-              dict(mixer_pattern='CB', linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6),
-              dict(mixer_pattern='B', linear_conv_bias=False, linear_value_head_dim=5)],
+    'mixer': [{}, dict(attn_gate=True), dict(attn_gate='head'), dict(mixer_pattern='MD'),
+              dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4, linear_conv_kernel_dim=2),
+              dict(mixer_pattern='KA', linear_key_head_dim=6),
+              dict(mixer_pattern='CB', linear_n_key_head=2, linear_n_value_head=4, linear_conv_bias=False)],
 }
 
 
@@ -97,24 +89,13 @@ def is_valid(row):
         return False
 
 
-def pairs(row):
-    return set(itertools.combinations(row.items(), 2))
-
-
-def pairwise(axes):
-    """Few rows in which every valid pair of choices of two axes occurs, by a greedy search."""
-    generator = random.Random(0)
-    rows = []
-    nothing = dict.fromkeys(axes, 0)
-    choices = [(name, i) for name in axes for i in range(len(axes[name]))]
-    left = {both for both in itertools.combinations(choices, 2) if both[0][0] != both[1][0]
-            and is_valid(dict(both))}
-    while left:
-        first = dict(min(left))
-        tries = [{name: generator.randrange(len(axes[name])) for name in axes} | first for _ in range(30)]
-        rows.append(max([*filter(is_valid, tries), nothing | first], key=lambda row: len(pairs(row) & left)))
-        left -= pairs(rows[-1])
-    return rows
+def pairwise(axes, prime=11):
+    """Rows in which nearly every valid pair of choices of two axes occurs: for a prime number, the values
+    (a + i b) mod prime of two axes i take all pairs. Invalid rows get defaults in one or two axes."""
+    for a, b in itertools.product(range(prime), repeat=2):
+        row = {name: (a + i * b) % prime % len(axes[name]) for i, name in enumerate(axes)}
+        pairs = itertools.combinations_with_replacement(reversed(row), 2)
+        yield next(filter(is_valid, [row, *({**row, first: 0, second: 0} for first, second in pairs)]))
 
 
 def grid_name(options):
@@ -182,47 +163,51 @@ def test_cached_equals_uncached(options, monkeypatch):
     check.check_cache(small(**options))
 
 
-@pytest.mark.parametrize('options', GRID, ids=grid_name)
-def test_every_parameter_learns(options):
-    model = tiny(**options).train()
-    idx = tokens(model, 3, 24)
-    loss, aux = model(idx[:, :-1], idx[:, 1:])
-    (loss + aux.get('mtp', 0)).backward()
-    without = [name for name, w in model.named_parameters()
-               if w.grad is None or not w.grad.abs().max() > 1e-7]
-    # a bias of all keys cancels in the softmax, unless it is rotated
-    assert not [name for name in without if not name.endswith('k_norm.bias')]
-
-
 @pytest.mark.parametrize('options', [
     dict(n_kv_head=2, attn_sink=True, attn_softcap=3.0, attn_gate='head', norm_placement='sandwich'),
     dict(q_lora_rank=12, residual_lambdas=True, mtp=True, **MLA),
     dict(n_expert=6, n_group=3, topk_group=2, n_shared_expert=1, shared_gate=True, mlp_bias=True),
+    dict(n_expert=4, n_shared_expert=1, expert_norms=True, mlp='xielu', norm_placement='sandwich'),
+    dict(norm='layernorm', bias=True, pos='learned', tie_word_embeddings=False, head_bias=True),
     dict(n_expert=4, router='sigmoid', expert_input_scale=True),
     dict(mixer_pattern='DABKC', n_layer=5, **STATES)], ids=grid_name)
 def test_gradients_equal_differences(options):
     check.check_gradients(small(**options))
 
 
-@pytest.mark.parametrize('name, length, options, freq, factor', formulas.EXAMPLES, ids=str)
-def test_scalings_equal_worked_examples(name, length, options, freq, factor):
-    found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
-    torch.testing.assert_close(found, (torch.tensor(freq, dtype=torch.float), float(factor)))
+def test_ntk_changes_only_lower_frequencies():
+    """Of base 16; transformers computes the other scalings, with which tests/test_hub.py compares."""
+    found, factor = flat.ROPE_SCALINGS['ntk'](0.5 ** torch.arange(4), 16.0, 15, factor=8.0)
+    near(found, torch.tensor([1, 0.25, 0.0625, 0.015625]))
+    assert factor == 1
 
 
-@pytest.mark.parametrize('options', [
-    dict(norm='layernorm', bias=True, norm_placement='output', attn_gate=True, residual_lambdas=True),
-    dict(norm_placement='post', mixer_pattern='DA', n_expert=4, n_shared_expert=1, shared_gate=True),
-    dict(embed_norm=True, attn_sink=True, **MLA)], ids=grid_name)
-def test_dropout_is_where_it_should_be(options):
-    check.check_dropout(small(**options))
+@pytest.mark.parametrize('options', [dict(attn_gate=True), dict(mixer_pattern='DA'), MLA], ids=grid_name)
+def test_dropout_is_on_embedding_attention_and_branches(options, monkeypatch):
+    """Without the last two, only the embedding is left."""
+    model = tiny(dropout=0.25, **options).train()
+    context = make_context(model, tokens(model, 2, 9))
+    mixed = []
+    for mixer in model.mixers:
+        if isinstance(mixer, flat.BaseAttention):
+            mixer.c_proj.register_forward_pre_hook(lambda _, args: mixed.append(args[0]))
+    left = [1.0]  # factors: the first dropout keeps its input
+
+    def dropout(x, p, training=True):
+        assert p == 0.25 and training
+        return x * (left.pop() if left else 0.0)
+    monkeypatch.setattr(F, 'dropout', dropout)
+    found = model(context.idx)
+    monkeypatch.undo()
+    near(found, model.head(model.eval().embed(context)))
+    assert mixed and not any(map(torch.any, mixed))
 
 
 @pytest.mark.parametrize('options, fields', [
     ({}, """block_size=1024 vocab_size=50304 n_layer=12 n_head=12 n_kv_head=12 n_embd=768 head_dim=64
      d_ff=2048 mlp=swiglu norm_eps=1e-06 rope_base=10000.0 qk_norm=True tie_word_embeddings=True dropout=0.0
      pos=rope pos_pattern=P rope_scaling=None partial_rotary_factor=1.0 alibi_scale=1.0 document_token=None
-     mixer_pattern=A window=None window_pattern=None window_global=1 local=None attn_scale=None
+     mixer_pattern=A window=None window_pattern=None local=None attn_scale=None
      attn_softcap=0.0 attn_sink=False attn_gate=False clip_qkv=0.0 k_eq_v=False v_norm=False query_scale=None
      norm=rmsnorm norm_bias=False norm_weight=True norm_placement=pre embed_norm=False embed_scale=1.0
      residual_scale=1.0 residual_lambdas=False layer_scalar=False mlp_limit=7.0 bias=False qkv_bias=False
@@ -249,30 +234,39 @@ def test_defaults(options, fields):
         assert str(getattr(config, name)) == value, name
 
 
+INITIAL = (  # parts of names -> group, mean, standard deviation (None: hidden_init's); the first row counts
+    ('wte wpe', 'embedding', 0, 0.02), ('lm_head.weight', 'head', 0, 0), ('shared_gate', 'gate', 0, None),
+    ('x0_lambdas', 'scalar', 0, 0), ('resid_lambdas', 'scalar', 1, 0),
+    ('A_log', 'vector', math.log(16) - 1, 1), ('dt_bias', 'vector', math.log(0.01), 1.33),
+    ('bias sink', 'vector', 0, 0), ('conv', 'vector', 0, None), ('norm ln_ skip', 'vector', 1, 0),
+    ('c_proj', 'matrix', 0, 0), ('c_ router', 'matrix', 0, None))
+
+
 @pytest.mark.parametrize('options', [
-    dict(bias=True, pos='learned', attn_sink=True, residual_lambdas=True), dict(norm_placement='sandwich'),
-    dict(mixer_pattern='DB', **{**STATES, 'linear_n_value_head': 64}),
-    dict(tie_word_embeddings=False, head_bias=True, n_expert=4, n_shared_expert=1, balance_bias=True,
-         shared_gate=True, kv_lora_rank=96, q_lora_rank=96)], ids=grid_name)
+    dict(mixer_pattern='DB', residual_lambdas=True, **{**STATES, 'linear_n_value_head': 64}),
+    dict(tie_word_embeddings=False, head_bias=True, n_expert=4, n_shared_expert=1, shared_gate=True,
+         pos='learned', attn_sink=True, bias=True)], ids=grid_name)
 def test_groups_and_initial_values(options):
-    check.check_start(GPTConfig(n_layer=2, n_head=4, n_embd=192, vocab_size=500, block_size=64, **options))
+    config = GPTConfig(n_layer=2, n_head=4, n_embd=192, vocab_size=500, block_size=64, **options)
+    models = [GPT(config) for _ in range(16)]
+    for name, tag in models[0].tags.items():
+        w = torch.stack([model.get_parameter(name) for model in models]).detach()
+        group, mean, std = next(row for parts, *row in INITIAL if any(part in name for part in parts.split()))
+        std = (3 * w.shape[-1]) ** -0.5 if std is None else std
+        error = max(abs(w.mean() - mean), abs(w.std(correction=0) - std))
+        assert tag.group == group and error <= 6 * std * w.numel() ** -0.5 + 1e-6, name
 
 
 class OwnAlibi(flat.Attention):
     def attend(self, q, k, v, context):
         age = (context.positions[:, :, None] - torch.arange(k.shape[2]))[:, None]
-        return super().attend(q, k, v, context, -flat.alibi_slopes(4)[:, None, None] * age)
+        return super().attend(q, k, v, context, -flat.alibi_slopes(4, 'cpu')[:, None, None] * age)
 
 
 @pytest.mark.parametrize('options', [{}, dict(window=5, window_pattern='SL', document_token=3, n_kv_head=2),
                                      dict(window=5, window_pattern='C'),
                                      dict(attn_softcap=0.5, attn_sink=True, n_kv_head=2)])
 def test_flex_attention_equals_eager_attention(options, monkeypatch):
-    import torch.nn.attention.flex_attention as flex
-    calls = []
-    kernel = flex.flex_attention
-    monkeypatch.setattr(flex, 'flex_attention', lambda *args, **options: calls.append(1) or kernel(
-        *args, **options))
     monkeypatch.setitem(flat.MIXERS, 'X', OwnAlibi)
     model = tiny(pos='alibi', head_dim=16, **options)
     biased = tiny(pos='none', mixer_pattern='X', head_dim=16, **options)
@@ -283,9 +277,7 @@ def test_flex_attention_equals_eager_attention(options, monkeypatch):
         near(biased(idx), expected)
         monkeypatch.setattr(flat, 'use_flex', lambda *args: True)
         near(biased(idx), expected)
-        assert not calls
         near(model(idx), expected)
-    assert len(calls) == 2
 
 
 @torch.no_grad()
@@ -299,9 +291,7 @@ def test_float16_weights_keep_a_float32_stream():
     half = copy.deepcopy(model).half()
     expected = model(idx)
     near(half(idx), expected, 0.02)
-    cache = half.make_cache(2, 24)
-    near(half(idx[:, :20], cache=cache), expected[:, :20], 0.02)
-    near(half(idx[:, 20:21], cache=cache), expected[:, 20:21], 0.02)
+    near(feed(half, idx, [20, 1], half.make_cache(2, 24)), expected[:, :21], 0.02)
 
 
 def feed(model, idx, chunks, cache):
@@ -338,18 +328,11 @@ def test_padding_beyond_the_cache_leaves_states_finite():
 def test_sizes_and_limits_of_caches(options, elements):
     model = tiny(block_size=80, **options)
     cache = model.make_cache(2, 80)
-    idx = tokens(model, 2, 80)
     assert sum(t.nbytes for t in cache.tensors()[2:]) == 2 * 4 * elements
-    full = model(idx)
-    feed(model, idx, [4], cache)
-    feed(model, idx[:, 4:], [7] * 10, cache)
+    idx = tokens(model, 2, 80)
+    feed(model, idx, [10] * 8, cache)
     with pytest.raises(ValueError, match='cannot rewind .*rolling=False'):
         cache.rewind(torch.tensor([0, 1]))
-    with torch.autocast('cpu', torch.bfloat16):
-        cache = model.make_cache(2, 80)
-        half = feed(model, idx, [7, 1, 72], cache)
-    assert (half - full).abs().mean() < 0.1 * full.std()
-    assert {tensor.dtype for layer in cache.slots for tensor in layer} == {torch.bfloat16}
     with pytest.raises(ValueError, match='cache is full'):
         model(idx[:, :1], cache=cache)
 
@@ -370,110 +353,62 @@ def test_a_rewound_cache_is_right_or_an_error(options):
     assert {(n, n) for n in range(1, 10)} | {(1, 2), (1, 3), (2, 3)} <= {*rewound}  # the window is not full
 
 
-def pretend_device(monkeypatch):
-    """Fake tensors on 'meta' behave as on a GPU: an operator rejects tensors of two devices, and values
-    cannot be read, except by int(...), which returns 8."""
-    importlib.import_module('torch._dynamo')  # keeps the functions that it finds when it is imported
-    with torch.device('meta'):  # keeps the constructors that it finds at its first use
-        torch.empty(0)
-    monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)
-    monkeypatch.setattr(torch, 'autocast', lambda device, **options: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, '__int__', lambda x: 8)
-    monkeypatch.setattr(torch, 'tensor', None)  # would be copied from the host in each step
-    return FakeTensorMode()
-
-
-@pytest.mark.parametrize('options', [
-    dict(window=5, window_pattern='SL', n_kv_head=2, residual_lambdas=True),
-    dict(pos='alibi', document_token=3, n_kv_head=1, head_dim=10),
-    dict(rope_scaling=YARN, window=5, window_pattern='S', **MLA),
-    dict(rope_scaling=dict(rope_type='longrope', short_factor=[1.0] * 4, long_factor=[2.0] * 4, factor=2.0)),
-    dict(n_expert=4, n_shared_expert=1, d_expert=24, router='sigmoid', balance_bias=True, mlp_bias=True),
-    dict(mixer_pattern='DABKC', n_layer=5, **STATES, document_token=3),
-    dict(pos='learned', attn_sink=True, dropout=0.1, vocab_size=64)], ids=str)
-def test_all_tensors_are_on_the_models_device(options, monkeypatch):
-    plan = flat.sdpa_plan
-    monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *args: plan('cuda', *args))
-    config = GPTConfig(**{**TINY, **options})
-    with pretend_device(monkeypatch):
-        with torch.device('meta'):
-            torch.set_default_dtype(torch.bfloat16)  # a model of fake tensors cannot be cast
-            try:
-                model = GPT(config)
-            finally:
-                torch.set_default_dtype(torch.float32)
-            idx = torch.empty(3, 8, dtype=torch.long)
-            lengths = idx[:, 0]
-        loss, aux = model(idx, idx)
-        (loss + sum(aux[name] for name in ('balance', 'z') if aux)).backward()
-        if aux and config.balance_bias:
-            experts.move_balance(model, aux['load'])
-        assert all(w.grad.device == w.device for w in model.parameters())
-        with torch.no_grad():
-            for static in (False, True):
-                cache = model.make_cache(3, 24, static)
-                logits = model(idx, cache=cache, keep=1, lengths=lengths if static else None)[:, -1]
-                token = logits.argmax(-1)
-                assert model(token[:, None], cache=cache, keep=1).device == idx.device
-                cache.reset()
-
-
 @pytest.mark.parametrize('channels', [1, 4])
 def test_the_chunked_delta_rule_is_the_recurrence(channels):
-    """Also its gradients, with documents, and with decays that could overflow or vanish."""
-    q, k, v = (torch.randn(2, 3, 150, width) for width in (4, 4, 6))
-    decay = -torch.tensor([90.0, 1, 1e-3, 0]) * (torch.rand(2, 3, 150, 1) < 0.5)
+    """With documents, and with decays that could overflow or vanish."""
+    q, k, v, beta = (torch.randn(2, 3, 150, width) for width in (4, 4, 6, 1))
+    k, beta = F.normalize(k, dim=-1), beta.sigmoid()
+    decay = (-torch.tensor([90.0, 1, 1e-3, 0]) * (torch.rand(2, 3, 150, 1) < 0.5))[..., :channels]
     is_start = torch.rand(2, 150) < 0.03
-    inputs = [x.requires_grad_() for x in (q, F.normalize(k, dim=-1), v, decay[..., :channels],
-                                           torch.rand(2, 3, 150, 1), torch.randn(2, 3, 4, 6))]
-    (y, state), (their_y, their_state) = (
-        mixers.gated_delta_rule(*inputs, is_start, chunk=chunk) for chunk in (64, 1))
-    near(y, their_y)
-    near(state, their_state)
-    for a, b in zip(*(torch.autograd.grad((out * v).sum() + last.sum(), inputs)
-                      for out, last in ((y, state), (their_y, their_state)))):
-        near(a, b, 1e-3)
+    start = torch.randn(2, 3, 4, 6)
+    state, out = start, []
+    for t in range(150):  # arXiv:2412.06464, equation 10
+        state = torch.where(is_start[:, t, None, None, None], 0, decay[:, :, t, :, None].exp() * state)
+        wrong = v[:, :, t, None] - k[:, :, t, None] @ state
+        state = state + beta[:, :, t, None] * k[:, :, t, :, None] @ wrong
+        out.append(q[:, :, t, None] @ state)
+    found, last = mixers.gated_delta_rule(q, k, v, decay, beta, start, is_start)
+    near(found, torch.cat(out, 2))
+    near(last, state)
 
 
 def test_experts_without_rows_get_no_gradient_on_blackwell(monkeypatch):
-    layer = experts.GroupedLinear(3, 16, (8,))
-    offsets = torch.tensor([4, 4, 6], dtype=torch.int32)
+    """There, the kernel's gradient of their weights is not initialised."""
+    layer = flat.GroupedLinear(3, 16, (8,), bias=False)
     layer.weight.tag.init(layer.weight)
     kernel = F.grouped_mm
-    x = torch.randn(6, 16)
-    g = torch.randn(6, 8)
 
     def grouped_mm(x, w, offs):
         w = w.clone()
         w.register_hook(lambda grad: grad.index_fill(0, torch.tensor(1), math.nan))
         return kernel(x, w, offs=offs)
     monkeypatch.setattr(F, 'grouped_mm', grouped_mm)
-    found, expected = (torch.autograd.grad((layer(x.to(dtype), offsets)[0] * g).sum(), layer.weight)[0]
-                       for dtype in (torch.bfloat16, torch.float32))
-    near(found, expected, 0.02)
-    assert not found[1].any()
+    y, = layer(torch.randn(6, 16).bfloat16(), torch.tensor([4, 4, 6], dtype=torch.int32))
+    grad, = torch.autograd.grad(y.sum(), layer.weight)
+    assert grad[0].any() and not grad[1].any()
 
 
 def test_router_weights_sum_to_one_despite_underflow():
-    model = tiny(n_expert=4, router='sigmoid', mlp_bias=True)
-    moe = model.h[0].mlp
+    moe = tiny(n_expert=4, router='sigmoid', mlp_bias=True).h[0].mlp
     with torch.no_grad():
         moe.router.weight.zero_()
         moe.router.bias.copy_(torch.tensor([-60.0, -60.5, -61.0, -200.0]))
     weight, chosen, _, _ = moe.route(torch.randn(7, 32))
-    context = make_context(model, torch.zeros(1, 7))
-    context.routing, context.learned = [], torch.ones(1, 7)
-    moe(torch.randn(1, 7, 32), context)
     torch.testing.assert_close(weight.sum(-1), torch.ones(7))
-    assert set(chosen.flatten().tolist()) == {0, 1} and context.routing[0][1] >= 1
+    assert set(chosen.flatten().tolist()) == {0, 1}
 
 
 def test_balance_biases_move_by_the_rate_and_are_never_rounded():
-    model = tiny(n_expert=4, router='sigmoid', balance_bias=True, n_dense_layer=1).to(torch.bfloat16)
-    bias = model.h[1].mlp.expert_bias
-    expected = bias + torch.tensor([0.001, 0.001, -0.001, 0])
-    experts.move_balance(model, torch.tensor([[1.0, 2, 6, 3]]))
-    torch.testing.assert_close(bias, expected, atol=1e-6, rtol=0)
+    """Also those of the multi-token layer (arXiv:2412.19437, section 2.1.2)."""
+    model = tiny(n_expert=4, router='sigmoid', balance_bias=True, n_dense_layer=1, mtp=True).train()
+    idx = tokens(model, 2, 24)
+    _, aux = model(idx, idx)
+    assert aux['load'].sum(1).tolist() == [2 * 2 * 24, 2 * 2 * 23]  # a row's last token has no later target
+    model.bfloat16()
+    biases = [part.mlp.expert_bias for part in (model.h[1], model.mtp.block)]
+    expected = [bias + 0.001 * (load.mean() - load).sign() for bias, load in zip(biases, aux['load'])]
+    flat.move_balance(model, aux['load'], 0.001)
+    torch.testing.assert_close(biases, expected, atol=1e-6, rtol=0)
 
 
 def test_a_scaling_gets_the_trained_length(tmp_path):
@@ -491,7 +426,8 @@ def test_an_option_that_was_removed_does_no_harm_unless_it_was_used(tmp_path):
     model, path = tiny(local={'rope_base': 5.0}, norm_placement='post'), tmp_path / 'ckpt.pt'
     args = dict(vars(model.config))
     args = {'rope_local': args.pop('local'), 'wiring': args.pop('norm_placement'), **args}  # renamed since
-    torch.save({'model': model.state_dict(), 'model_args': {**args, 'bigram_size': None}}, path)
+    unused = {'bigram_size': None, 'window_global': 1}
+    torch.save({'model': model.state_dict(), 'model_args': args | unused}, path)
     assert load(path)[0].config == model.config
     torch.save({'model': model.state_dict(), 'model_args': {**args, 'bigram_size': 40}}, path)
     with pytest.raises(ValueError, match="ckpt.pt: unknown setting 'bigram_size'"):
@@ -500,43 +436,21 @@ def test_an_option_that_was_removed_does_no_harm_unless_it_was_used(tmp_path):
 
 @torch.no_grad()
 def test_attention_weights_on_request():
-    for options in (dict(n_kv_head=2), MLA, dict(window=3, window_pattern='S')):
-        model = tiny(**options)
-        weights = []
-        idx = tokens(model, 2, 12)
-        torch.testing.assert_close(model(idx, weights=weights), model(idx), atol=1e-4, rtol=1e-4)
-        for w in weights:
-            torch.testing.assert_close(w.triu(1).sum(-1) + w.sum(-1), torch.ones(2, 4, 12))
-    assert len(weights) == 2 and not weights[0].tril(-3).any()
-
-
-def compute_blocks_twice(monkeypatch):
-    make = flat.make_schedule
-    monkeypatch.setattr(flat, 'make_schedule', lambda model, order: make(model, [*order, *order[::-1]]))
-
-
-def test_blocks_that_compute_twice(monkeypatch):
-    compute_blocks_twice(monkeypatch)
-    options = dict(mixer_pattern='AD')
-    test_modules_equal_the_formulas_of_papers(options)
-    test_every_parameter_learns(options)
-    test_cached_equals_uncached(options, monkeypatch)
+    model = tiny(window=3, window_pattern='S', n_kv_head=2)
+    weights = []
+    idx = tokens(model, 2, 12)
+    near(model(idx, weights=weights), model(idx))
+    for w in weights:
+        assert w.shape == (2, 4, 12, 12) and not w.triu(1).any() and not w.tril(-3).any()
+        near(w.sum(-1), torch.ones(2, 4, 12))
 
 
 @pytest.mark.parametrize('options', [
     dict(residual_lambdas=True), dict(n_kv_head=2, attn_gate=True, tie_word_embeddings=False),
-    {**MLA, 'q_lora_rank': 12}, dict(window=23, window_pattern='G'),
-    dict(n_expert=4, n_shared_expert=1, shared_gate=True, d_expert=24),
-    *(dict(mixer_pattern=kind, linear_key_head_dim=6, linear_value_head_dim=8) for kind in 'DKBC')],
-    ids=grid_name)
-def test_flops_are_those_that_torch_counts(options, monkeypatch):
-    """Of layers with a state, the formulas compute one token at a time."""
-    if 'residual_lambdas' in options:
-        compute_blocks_twice(monkeypatch)
+    {**MLA, 'q_lora_rank': 12},
+    dict(n_expert=4, n_shared_expert=1, shared_gate=True, d_expert=24)], ids=grid_name)
+def test_flops_are_those_that_torch_counts(options):
     model = tiny(**options)
-    for mixer in model.mixers if 'linear_key_head_dim' in options else ():
-        formula = functools.partial(formulas.FORMULAS[type(mixer)], model.config, mixer)
-        monkeypatch.setattr(mixer, 'forward', formula)
     with FlopCounterMode(display=False) as counter:  # only forward, with eager_attention, as in training
         model(tokens(model, 2, 24))
     assert 3 * counter.get_total_flops() == flops_per_token(model) * 48
@@ -551,15 +465,15 @@ class Forgetful(flat.Attention):
 
 @pytest.mark.parametrize('new, message', [
     (lambda: torch.nn.Parameter(torch.ones(3)), r'h\.0\.attn\.new has no tag: make it with parameter'),
-    (lambda: flat.parameter(3, **ONES, group='matrix'), r'new \(3,\) is tagged as a matrix'),
-    (lambda: flat.parameter(3, 1, **ONES, group='matrix'), r'new \(3, 1\) is tagged as a matrix'),
-    (lambda: flat.Linear(32, 1), r'new\.weight \(1, 32\) is tagged as a matrix'),
+    (lambda: flat.parameter(3, **ONES, group='matrix'), 'new is tagged as a matrix'),
+    (lambda: flat.parameter(3, 1, **ONES, group='matrix'), 'new is tagged as a matrix'),
+    (lambda: flat.Linear(32, 1), r'new\.weight is tagged as a matrix'),
     (lambda: flat.parameter(3, init=torch.ones_like, group='vector'), 'new holds NaN after its init'),
     (lambda: None, 'Forgetful of layer 0 sets neither slots nor')])
 def test_what_a_fork_forgets_fails_loudly(new, message, monkeypatch):
     def init(self, config, layer):
         flat.Attention.__init__(self, config, layer)
-        self.slots = ()
+        self.slots = None
         self.new = new()
     monkeypatch.setattr(Forgetful, '__init__', init)
     monkeypatch.setitem(flat.MIXERS, 'F', Forgetful)
@@ -596,77 +510,42 @@ def test_bfloat16_is_near_float32():
     idx = tokens(model, 2, 12)
     full = model(idx).log_softmax(-1)
     with torch.autocast('cpu', torch.bfloat16):
-        auto = model(idx).log_softmax(-1)
-    cast = model.to(torch.bfloat16)(idx).log_softmax(-1)
-    assert auto.dtype == cast.dtype == torch.float32
-    assert (auto - full).abs().mean() < 0.05 * full.std() and (cast - full).abs().mean() < 0.05 * full.std()
+        auto = model(idx)
+    for logits in auto, model.bfloat16()(idx):
+        assert logits.dtype == torch.float32
+        assert (logits.log_softmax(-1) - full).abs().mean() < 0.05 * full.std()
     assert make_context(model, idx).ropes[model.config.rope_kind][0].dtype == torch.float32  # not rounded
-    x, w, b = (torch.randn(*shape).bfloat16() for shape in ((1, 1, 64), (48, 64), (48,)))
-    for bias in None, b:  # one token
-        exact = F.linear(x.double(), w.double(), bias if bias is None else bias.double())
-        torch.testing.assert_close(flat.project(x, w, bias).double(), exact, rtol=2**-8, atol=2**-8)
+    x, w, b = (torch.randn(*shape).bfloat16() for shape in ((1, 1, 64), (48, 64), (48,)))  # one token
+    exact = F.linear(x.double(), w.double(), b.double())
+    torch.testing.assert_close(flat.project(x, w, b).double(), exact, rtol=2**-8, atol=2**-8)
 
 
 @torch.no_grad()
-def test_norms_routers_and_states_are_float32(monkeypatch):
-    """Their inputs are bfloat16, and float64 gives the same results, which norms round once."""
-    route, rule = experts.MoE.route, mixers.gated_delta_rule
-
-    def checked_route(self, x):
-        found = route(self, x)
-        near(found[2], F.linear(x.double(), self.router.weight.double(), self.router.bias.double()), 1e-5)
-        return found
-
-    def checked_rule(*args, **options):
-        found = rule(*args, **options)
-        exact = rule(*(x.double() if torch.is_tensor(x) else x for x in args), **options)
-        for y, expected in zip(found, exact):
-            near(y, expected, 1e-5)
-        return found
-    monkeypatch.setattr(experts.MoE, 'route', checked_route)
-    monkeypatch.setattr(mixers, 'gated_delta_rule', checked_rule)
+def test_norms_routers_and_states_are_float32():
+    """Norms round their float64 result once."""
     model = tiny(n_expert=4, mlp_bias=True, mixer_pattern='DKB', n_layer=3, **STATES).bfloat16()
-    norm, x = model.ln_f, torch.randn(9, 32).bfloat16()
-    exact = F.rms_norm(x.double(), (32,), norm.weight.double(), 1e-3)
-    torch.testing.assert_close(norm(x).double(), exact, rtol=2**-8, atol=0)
-    cache = model.make_cache(2, 24)
+    x = torch.randn(9, 32).bfloat16()
+    exact = F.rms_norm(x.double(), (32,), model.ln_f.weight.double(), 1e-3)
+    torch.testing.assert_close(model.ln_f(x).double(), exact, rtol=2**-8, atol=0)
+    moe = model.h[0].mlp
     with torch.autocast('cpu', torch.bfloat16):
+        _, _, logits, _ = moe.route(x)
+        cache = model.make_cache(2, 24)
         feed(model, tokens(model, 2, 24), [9, 1, 14], cache)
+    near(logits, F.linear(x.double(), moe.router.weight.double(), moe.router.bias.double()), 1e-5)
     assert {layer[1].dtype for layer in cache.states} == {torch.float32}
 
 
 def test_a_loss_in_parts_is_the_loss(monkeypatch):
+    """CUDA's kernel limits the number of logits."""
     logits = torch.randn(2, 8, 61, requires_grad=True)
     targets = torch.randint(-1, 61, (2, 8))
-    expected = check.cross_entropy(logits, targets)
-    kernel = F.cross_entropy
-
-    def limited(logits, *args, **options):
-        assert logits.numel() <= 200  # the limit of CUDA's kernel
-        return kernel(logits, *args, **options)
+    losses = [formulas.cross_entropy(logits, targets)]
     monkeypatch.setattr(flat, 'MOST_LOGITS', 200)
-    monkeypatch.setattr(F, 'cross_entropy', limited)
-    loss = flat.cross_entropy(logits, targets)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(x, logits)[0] for x in (loss, expected)))
+    losses.append(flat.cross_entropy(logits, targets))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in losses))
     assert flat.cross_entropy(logits, torch.full((2, 8), -100)) == 0  # no targets: not NaN
-
-
-def test_logits_stay_within_the_graph_of_the_loss():
-    model = tiny().train()
-    made = []
-    for block in model.h:  # a sharded model breaks the graph at each block
-        block.forward = torch.compiler.disable(block.forward)
-
-    def backend(graph, inputs):
-        def run(*inputs):
-            made.append(graph(*inputs))
-            return made[-1]
-        return run
-    idx = tokens(model, 2, 8)
-    loss, _ = torch.compile(model, backend=backend, dynamic=False)(idx, idx)
-    torch.testing.assert_close(made[-1][0], loss)
-    assert all(x.shape[-1:] != (61,) for outputs in made for x in outputs)
 
 
 @pytest.mark.parametrize('options, parts', [

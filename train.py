@@ -139,6 +139,7 @@ from model import (
     GPTConfig,
     flops_per_token,
     make_block,
+    move_balance,
     num_params,
     row_splits,
     try_tokens,
@@ -306,8 +307,8 @@ def print_by_position(run, bins, batches):
     for arrays in evaluation_batches(run, bins, batches):
         inputs, targets = to_device(arrays, run.machine.device)
         with run.machine.autocast():
-            _, aux = run.model(inputs, targets, keep=block_size)
-        losses = F.cross_entropy(aux['logits'].mT, targets, ignore_index=-1, reduction='none')
+            logits = run.model(inputs)
+        losses = F.cross_entropy(logits.mT, targets, ignore_index=-1, reduction='none')
         sums += torch.stack([losses, targets != -1]).sum(1).cpu()
     print0('positions  loss')
     ends = [2**i for i in range((block_size - 1).bit_length())] + [block_size]
@@ -713,7 +714,6 @@ def update(run, load):
                 continue
             opt.step()
     if run.model.config.balance_bias and not config['lora_rank']:  # LoRA trains only adapters
-        from experts import move_balance
         move_balance(run.model, load, config['balance_rate'] * moved)
     run.scaler.update()
     run.model.zero_grad()

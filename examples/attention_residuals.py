@@ -68,8 +68,8 @@ def make_block(config, layer):
 def blocks(self, x0, context):
     """x0 (B, T, C) -> the input of the head, (B, T, C)"""
     x = [source(x0, self.config.norm_eps)]
-    for i, context.base in self.schedule:
-        x = self.h[i](x, context)
+    for block in self.h:
+        x = block(x, context)
     return x
 
 

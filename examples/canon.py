@@ -53,7 +53,7 @@ class CanonMLP(MLP):
     """An MLP with Canon-D."""
 
     def __init__(self, config, layer):
-        super().__init__(config, config.d_ff)
+        super().__init__(config, layer)
         self.canon = Canon(config, layer, sum(self.c_fc.widths))
 
     def forward(self, x, context):

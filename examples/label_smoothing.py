@@ -8,7 +8,7 @@ loss in the log includes both terms.
 """
 import torch
 
-from model import GPT, last_tokens
+from model import GPT
 
 SMOOTHING = 0.1  # share of the target probability that all tokens divide equally
 Z_LOSS = 1e-4    # weight of the squared logarithm of the softmax's denominator
@@ -16,10 +16,10 @@ Z_LOSS = 1e-4    # weight of the squared logarithm of the softmax's denominator
 cross_entropy_loss = GPT.loss
 
 
-def loss(self, x, targets, keep=None, lengths=None):
-    """Output of the last block (B, T, C) -> mean loss, and the last `keep` logits in aux."""
+def loss(self, x, targets):
+    """Output of the last block (B, T, C) -> mean loss, and no further losses."""
     if not self.training:
-        return cross_entropy_loss(self, x, targets, keep, lengths)
+        return cross_entropy_loss(self, x, targets)
     logits = self.head(x)
     z = logits.logsumexp(-1)                                                            # (B, T)
     target = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
@@ -27,7 +27,7 @@ def loss(self, x, targets, keep=None, lengths=None):
     per_token = z - expected + Z_LOSS * z ** 2
     is_target = targets >= 0
     mean = torch.where(is_target, per_token, 0.0).sum() / is_target.sum().clamp(min=1)
-    return mean, {} if keep is None else {'logits': last_tokens(logits, keep, lengths)}
+    return mean, {}
 
 
 GPT.loss = loss

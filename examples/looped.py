@@ -7,8 +7,7 @@ of the first blocks.
     python sample.py examples/looped.py --start=def
 
 The first quarter of the blocks is the paper's prelude, the last quarter its coda, the rest its
-core: the large model of the paper has 2, 4 and 2 blocks. make_schedule repeats the core, so that
-each repetition has its own cache entries. context.handed keeps the output of the prelude.
+core: the large model of the paper has 2, 4 and 2 blocks. Each repetition has its own cache entries.
 
 Differences from the paper: it samples the number of repetitions in training, and backpropagates
 through only the last 8. Here the number is fixed, and backpropagation is complete. The paper's
@@ -18,51 +17,64 @@ normalises the residual stream in each block and after the core; here norm_place
 import torch
 
 import model
-from model import Block, Linear
+from model import GPT, Block, Linear, Mixer
 
 REPETITIONS = 4  # of the core
 
 
 def core(n_layer):
     """The blocks that are repeated"""
-    return range(n_layer // 4, n_layer - n_layer // 4)
+    return slice(n_layer // 4, n_layer - n_layer // 4)
 
 
-class CoreStart(Block):
-    """The first block of the core, which begins with the adapter."""
-
-    supports_variants = True
+class CoreBlock(Block):
+    """A block that may belong to the core. The first one has the adapter."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.c_adapter = Linear(2 * config.n_embd, config.n_embd)
+        self.n_more = (REPETITIONS - 1) * (layer in range(config.n_layer)[core(config.n_layer)])
+        if layer == core(config.n_layer).start:
+            self.c_adapter = Linear(2 * config.n_embd, config.n_embd)
+        self.n_weights = sum(w.numel() for w in self.parameters() if w.tag.group == 'matrix')
 
-    def forward(self, x, context):
-        """x (B, T, C): at first the output of the prelude, later the state"""
-        state = x
-        if 'prelude' not in context.handed:
-            context.hand_on('prelude', x)
-            state = torch.zeros_like(x)
-        both = torch.cat((state, context.handed['prelude']), dim=-1)                # (B, T, 2 C)
-        return super().forward(self.c_adapter(both).type_as(x), context)
+    def flops(self, length):
+        """Of the further repetitions"""
+        return self.n_more * (6 * self.n_weights + sum(part.flops(length) for part in mixers(self)))
 
 
-make_standard_block = model.make_block
-make_standard_schedule = model.make_schedule
+def mixers(block):
+    """Of attention and whatever else has a cache"""
+    return [part for part in block.modules() if isinstance(part, Mixer)]
 
 
-def make_block(config, layer):
-    """The first block of the core has the adapter."""
-    kind = CoreStart if layer == core(config.n_layer)[0] else make_standard_block
-    return kind(config, layer)
+def number_mixers(gpt, number_once=model.number_mixers):
+    """The mixer of each cache entry. A mixer of the core has one entry per repetition."""
+    found = number_once(gpt)
+    for block in gpt.h[core(len(gpt.h))]:
+        for mixer in mixers(block):
+            mixer.entries = [mixer.number, *range(len(found), len(found) + REPETITIONS - 1)]
+            found += [mixer] * (REPETITIONS - 1)
+    return found
 
 
-def make_schedule(gpt, order):
-    """The schedule of the model `gpt`, with a repeated core."""
-    middle = core(len(order))
-    order = [*order[:middle.start], *REPETITIONS * [*middle], *order[middle.stop:]]
-    return make_standard_schedule(gpt, order)
+def blocks(self, x0, context):
+    """x0 (B, T, C) -> the output of the last block, (B, T, C)"""
+    middle = core(len(self.h))
+    prelude = x0
+    for block in self.h[:middle.start]:
+        prelude = block(prelude, context).type_as(x0)
+    x = torch.zeros_like(prelude)
+    for i in range(REPETITIONS):
+        x = self.h[middle.start].c_adapter(torch.cat((x, prelude), dim=-1)).type_as(x0)
+        for block in self.h[middle]:
+            for mixer in mixers(block):
+                mixer.number = mixer.entries[i]
+            x = block(x, context).type_as(x0)
+    for block in self.h[middle.stop:]:
+        x = block(x, context).type_as(x0)
+    return x
 
 
-model.make_block = make_block
-model.make_schedule = make_schedule
+model.make_block = CoreBlock
+model.number_mixers = number_mixers
+GPT.blocks = blocks

@@ -27,7 +27,7 @@ class ValueResidual(Attention):
     def qkv(self, x, context):
         q, k, v = super().qkv(x, context)  # (B, heads, T, D)
         if self.lambdas is None:
-            context.hand_on(self.layer, v)
+            context.handed[self.layer] = v
             return q, k, v
         first, own = self.lambdas.type_as(v)
         return q, k, first * context.handed[self.first] + own * v

@@ -26,10 +26,9 @@ class YOCO(Attention):
         super().__init__(config, layer)
         if layer < self.source():
             self.window = WINDOW
-            self.reach = 'S'
         if layer > self.source():
             self.k_norm = nn.Identity()
-            self.slots = None  # nothing of its own to cache
+            self.slots = []  # nothing of its own to cache
 
     def source(self):
         """The layer that computes the shared keys and values."""
@@ -50,7 +49,7 @@ class YOCO(Attention):
 
     def attend(self, q, k, v, context):
         if self.layer == self.source():  # k and v of all tokens so far, (B, K, S, D)
-            context.hand_on(self.layer, (k, v))
+            context.handed[self.layer] = k, v
         return super().attend(q, k, v, context)
 
 

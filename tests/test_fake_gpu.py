@@ -26,7 +26,7 @@ VARIANTS = {  # name: (flags, largest relative difference of losses from the CPU
     'bfloat16': (['--dtype=bfloat16', '--n_kv_head=1'], 5e-2),
     'float16': (['--dtype=float16', '--optimizer=muon'], 5e-2),
     'experts': (['--n_expert=4', '--d_expert=16', '--balance_bias=True'], 1e-5),
-    'windows': (['--window=4', '--window_pattern=SLCG', '--n_layer=4', '--document_token=3', '--n_kv_head=1'],
+    'windows': (['--window=4', '--window_pattern=SLC', '--n_layer=4', '--document_token=3', '--n_kv_head=1'],
                 1e-5),
     'latent': (['--kv_lora_rank=16', '--qk_nope_head_dim=8', '--qk_rope_head_dim=8', '--v_head_dim=16'],
                1e-5),

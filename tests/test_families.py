@@ -7,6 +7,7 @@ import pytest
 from test_hub import LLAMA3, SMALL, VARIANTS
 
 from configurator import ROOT
+from model import GPTConfig
 from zoo import families
 
 transformers = pytest.importorskip('transformers', '5.24')
@@ -52,3 +53,12 @@ def test_omitted_fields_have_the_defaults_of_transformers(kind):
         assert families.canonical(families.config_from_hf(c)) == families.canonical(theirs), c
         compared += 1
     assert compared > 4
+
+
+def test_an_export_names_a_field_unless_only_training_uses_it(monkeypatch):
+    config = GPTConfig(dropout=0.1)
+    assert families.config_to_hf(config, ['qwen3'])['model_type'] == 'qwen3'
+    without_mark = families.KNOWN['dropout']._replace(rules=[])
+    monkeypatch.setitem(families.KNOWN, 'dropout', without_mark)
+    with pytest.raises(ValueError, match='dropout'):
+        families.config_to_hf(config, ['qwen3'])

@@ -179,8 +179,9 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
     (['--optimizer=adamw', '--momentum=0.5'], '--momentum has no effect'),
     (['--shard=True'], '--shard has no effect: it needs TORCHRUN'),
     (["--lr_scales={'embedding': 0}"], 'must have a number above 0'),
-    (['--n_layer=10000', '--n_embd=4096'], "ten times this machine's memory"),
-    (['--wandb_log=True'], 'wandb'),
+    (['--n_layer=4096', '--n_embd=16384'], "ten times this machine's memory"),
+    (['--n_layer=1000000'], 'n_layer=1000000 must be at most 4096'), (['--wandb_log=True'], 'wandb'),
+    (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'too few experts'),
     (['--n_expert=4', '--expert_pattern='], "expert_pattern='' is not supported; choose one of E, D, N"),
     (['--partial_rotary_factor=2'], 'these settings fails: .*partial_rotary_factor=2.0; '),
     (["--rope_scaling={'rope_type': 'linear'}"], 'missing a required')])

@@ -30,7 +30,6 @@ from common import (
 )
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-import experts
 import model as flat
 import train as flat_train
 from model import GPT, GPTConfig, num_params
@@ -64,7 +63,7 @@ def test_ranks_share_a_batch():
         flat_train.share_batch(1, 64, 3)
 
 
-# optimizers; lab/check.py compares their updates with torch's -----------------------------------------------
+# optimizers; tests/test_check.py compares their updates with torch's ---------------------------------------
 
 def test_a_new_optimizer_is_one_entry_and_must_have_every_parameter(monkeypatch):
     for name, first in (('sgd', 0), ('forgetful', 1)):
@@ -125,7 +124,7 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(kind, monkeypat
     recipe = re.search(r'^\+def sgd.*?(?=^ )', recipes, re.M | re.S)[0]
     exec(recipe.replace('\n+', '\n')[1:], sgd := {**vars(flat_train)})
     monkeypatch.setitem(flat_train.OPTIMIZERS, 'sgd', sgd['sgd'])
-    monkeypatch.setattr(GPT, 'init_weights', lambda self: None)
+    monkeypatch.setattr(flat, 'init_weights', lambda model: None)
     # on CPUs the model looks at its targets, unless it is being compiled
     monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
     machine = types.SimpleNamespace(**{**vars(CPU), 'autocast': functools.partial(
@@ -214,7 +213,7 @@ class Shares(flat.Attention):
         for a, b in [context.handed[layer] for layer in context.handed if layer < self.layer]:
             y = y + a.sin() * b
         if self.layer % 2 == 0:
-            context.hand_on(self.layer, (y, x))
+            context.handed[self.layer] = y, x
         return y
 
 
@@ -432,8 +431,8 @@ def test_without_targets_there_is_no_loss_and_no_best(folder, capsys):
 def test_statistics_of_experts_leave_out_tokens_without_a_target(monkeypatch):
     """The oracle is transformers' loss with an attention mask; packed conversations have such tokens."""
     mixtral = pytest.importorskip('transformers.models.mixtral.modeling_mixtral')
-    route, found = experts.MoE.route, []
-    monkeypatch.setattr(experts.MoE, 'route', lambda *args: found.append(route(*args)) or found[-1])
+    route, found = flat.MoE.route, []
+    monkeypatch.setattr(flat.MoE, 'route', lambda *args: found.append(route(*args)) or found[-1])
     idx = torch.randint(61, (2, 4, 16))
     idx[1, 1, 5:], idx[1, 3] = -1, -100
     learned = idx[1] >= 0

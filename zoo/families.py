@@ -11,7 +11,7 @@ import typing
 import torch
 
 from configurator import ROOT, checked, declared, unmet
-from model import LOCAL, ROPE_SCALINGS, GPTConfig, letter, rope_table, round_up
+from model import LOCAL, MOST_LAYERS, ROPE_SCALINGS, GPTConfig, letter, rope_table, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -1061,8 +1061,8 @@ def read_config(c):
             given = [False]  # null
         if given:
             args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
-    refuse(c, **{name: value for name, value in args.items() if isinstance(value, (int, float))
-                 and value > (4096 if name in ('n_layer', 'n_expert') else 10**8)})  # loops would not end
+    refuse(c, **{name: value for name, value in args.items() if isinstance(value, (int, float))  # as loops
+                 and value > (MOST_LAYERS if name in ('n_layer', 'n_expert') else 10**8)})
     c = dict.fromkeys(rules) | usual | c
     read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
@@ -1199,25 +1199,24 @@ def write_layers(config, c, family):
                             for i in range(config.n_layer)]
 
 
-NO_EFFECT = ('dropout', 'mtp', 'balance_per_sequence', 'document_token',  # none on one trained document
-             'bias', 'n_dense_layer', 'window')  # other fields determine them
-
-
 def canonical(config):
     """{field: value}, to compare configs. Omits fields that have no effect on one document. New
     fields count by default."""
     layers = range(config.n_layer)
+    configs = [config.at(i) for i in layers]
     patterns = {name: letters(config, name) for name, value in vars(config).items()
                 if name.endswith('_pattern') and value}
     values = {**vars(config), **patterns,
               'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
                                  for i in layers],
-              'local': [[getattr(config.at(i), name) for name in LOCAL] for i in layers],
-              'attn_scale': [round(scale(config.at(i)), 9) for i in layers],
+              'local': [[getattr(own, name) for name in LOCAL] for own in configs],
+              'attn_scale': [round(scale(own), 9) for own in configs],
               'logit_scale': round(config.logit_scale, 9),
-              'd_ff': config.d_ff if 'D' in patterns['expert_pattern'] else None}
+              'd_ff': config.d_ff if 'D' in patterns['expert_pattern'] else None,
+              'bias': None, 'n_dense_layer': None, 'window': None,  # in other values
+              'document_token': None}  # no effect on one document
     return {name: value for name, value in values.items()
-            if name not in NO_EFFECT and not unmet(KNOWN[name].rules, {}, vars(config))}
+            if 'training' not in KNOWN[name].rules and not unmet(KNOWN[name].rules, {}, vars(config))}
 
 
 def write_config(config, kind):

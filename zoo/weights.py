@@ -11,8 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import print0
-from experts import GroupedLinear
-from model import Embedding, FusedLinear, Linear, hidden_init, parameter
+from model import Embedding, FusedLinear, GroupedLinear, Linear, hidden_init, parameter
 
 # low-rank adapters ------------------------------------------------------------------------------------------
 
