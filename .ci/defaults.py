@@ -20,7 +20,11 @@ HARMLESS = '''
     use_cache
 '''  # only training, generation or classification use these. A family's own are UNUSED in its row
 SHARED = dict(is_causal=True, per_layer_config=None, quantization_config=None)
-MINIMIND = SHARED | dict.fromkeys(('rope_scaling', 'rope_theta'))
+MINIMIND = SHARED | dict.fromkeys('''
+    vocab_size tie_word_embeddings head_dim max_position_embeddings num_hidden_layers num_attention_heads
+    num_key_value_heads hidden_size intermediate_size rms_norm_eps hidden_act attention_bias num_experts
+    num_experts_per_tok moe_intermediate_size norm_topk_prob rope_scaling rope_theta
+'''.split())  # its config.json has them all
 
 
 def fields_of(cls):
@@ -39,10 +43,11 @@ def defaults_of(kind):
     optional = [*cls.attribute_map, *cls.attribute_map.values(), *re.findall(
         r'attr\((?:self\.)?config, "(\w+)', model.read_text('utf-8') if model.exists() else '')]
     older = re.findall(r'kwargs\.(?:get|pop)\(\s*"(\w+)"(?:, ([\d.]+))?', inspect.getsource(cls))
-    found = dict.fromkeys(optional) | {name: json.loads(value or 'null') for name, value in older} | found
+    found |= {name: found.get(name, json.loads(value or 'null')) for name, value in older}
+    found |= {name: found.get(name) for name in optional}  # last, because exports write the first name
     found |= {new: found[old] for old, new in cls.attribute_map.items() if found[new] is None}
     if 'rope_parameters' in found:
-        found = dict.fromkeys(('partial_rotary_factor', 'rope_scaling')) | found
+        found |= {name: found.get(name) for name in ('partial_rotary_factor', 'rope_scaling')}
         base = cls.default_theta
         found['rope_theta'] = base = found.get('rope_theta') or base
         if isinstance(base, dict):
@@ -51,10 +56,9 @@ def defaults_of(kind):
                 config.rope_parameters.keys() - {'rope_theta', 'rope_type', 'partial_rotary_factor'}):
             found['rope_parameters'] = config.rope_parameters
     unneeded = {*fields_of(transformers.PreTrainedConfig), *SHARED}
-    ours = ' '.join(families.FAMILIES[kind].fields.values()).split()
     return SHARED | json.loads(json.dumps({
-        name: value for name, value in found.items() if name not in unneeded and (
-            name in ours or not any(fnmatch.fnmatchcase(name, pattern) for pattern in HARMLESS.split()))}))
+        name: value for name, value in found.items() if name not in unneeded
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in HARMLESS.split())}))
 
 
 def all_defaults():

@@ -24,7 +24,7 @@ class Family(typing.NamedTuple):
     family.
     """
     arch: str                   # the class in transformers
-    fields: dict                # GPTConfig's field: config.json's fields; the first one found counts
+    fields: dict                # GPTConfig's field: config.json's fields, if FIELDS does not fit; '': none
     fixed: dict                 # values of fields that config.json lacks
     names: dict                 # our module or tensor: transformers' names, or a function of the
     #                             config. Names divide the rows in order. E is an expert's number.
@@ -432,14 +432,24 @@ ROPE_WHERE_SHORT = {'sliding_window': Rule(read_rope_where_short, write_rope_whe
 
 # the table --------------------------------------------------------------------------------------------------
 
+FIELDS = dict(  # GPTConfig's field: config.json's fields. A family has those that transformers reads
+    same('vocab_size tie_word_embeddings head_dim mlp_bias norm_topk_prob routed_scaling_factor n_group '
+         'topk_group kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
+         'linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
+    block_size='max_position_embeddings n_positions max_seq_len', n_layer='num_hidden_layers n_layer n_layers',
+    n_head='num_attention_heads n_head n_heads', n_kv_head='num_key_value_heads',
+    n_embd='hidden_size n_embd d_model', d_ff='intermediate_size n_inner ffn_dim',
+    norm_eps='rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon',
+    mlp='hidden_act activation_function activation mlp_hidden_act', qkv_bias='attention_bias',
+    proj_bias='attention_bias', n_expert='num_experts num_local_experts n_routed_experts moe_num_experts',
+    n_expert_active='num_experts_per_tok num_experts_per_token top_k_experts moe_k moe_topk',
+    d_expert='moe_intermediate_size', n_shared_expert='num_shared_experts n_shared_experts '
+    'moe_num_shared_experts', n_dense_layer='first_k_dense_replace num_dense_layers moe_layer_start_index',
+    attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping',
+    linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads')
 BASE = Family(
-    arch='LlamaForCausalLM', layer='model.layers.N.',
-    fields=dict(
-        same('vocab_size head_dim tie_word_embeddings'), block_size='max_position_embeddings',
-        n_layer='num_hidden_layers', n_head='num_attention_heads', n_kv_head='num_key_value_heads',
-        n_embd='hidden_size', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
-        qkv_bias='attention_bias', proj_bias='attention_bias'),
-    fixed=dict(qk_norm=False),
+    arch='LlamaForCausalLM', layer='model.layers.N.', fields={}, fixed=dict(qk_norm=False),
+    defaults=DEFAULTS['llama'],
     names={
         'wte': 'model.embed_tokens', 'ln_f': 'model.norm', 'lm_head': 'lm_head',
         'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm',
@@ -454,28 +464,23 @@ BASE = Family(
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'},
     layouts={'attn.conv': CONVOLUTION})
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
-add('llama', BASE, fields=same('mlp_bias'))
-NO_BIAS = dict.fromkeys(('qkv_bias', 'proj_bias'))
-add('mistral', BASE, 'MistralForCausalLM', layers='S', fields=NO_BIAS)
+add('llama', BASE)
+add('mistral', BASE, 'MistralForCausalLM', layers='S')
 add('qwen2', 'mistral', 'Qwen2ForCausalLM', fixed=dict(qkv_bias=True), layers='SL')
 add('qwen3', BASE, 'Qwen3ForCausalLM', fixed=dict(qk_norm=True), layers='SL')
 add(
     'olmo2', BASE, 'Olmo2ForCausalLM',
     fixed=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
-EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
-               n_expert_active='num_experts_per_tok experts_per_token', d_expert='intermediate_size')
+EXPERTS = dict(d_expert='intermediate_size')  # the MLPs are the experts
 add(
     'mixtral', 'mistral', 'MixtralForCausalLM', fields=EXPERTS,
     names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
-QWEN_EXPERTS = dict(
-    n_expert='num_experts num_local_experts', n_expert_active='num_experts_per_tok',
-    d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
 FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
-add('qwen3_moe', 'qwen3', 'Qwen3MoeForCausalLM', layers='S', fields=QWEN_EXPERTS, rules=DENSE_LAYERS)
+add('qwen3_moe', 'qwen3', 'Qwen3MoeForCausalLM', layers='S', rules=DENSE_LAYERS)
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
@@ -485,9 +490,8 @@ SHARED_MLP = {'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_pro
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 add(
-    'qwen3_next', 'qwen3_moe', 'Qwen3NextForCausalLM', layers='DDDL', fields=dict(
-        same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
-        linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads', mlp=None),
+    'qwen3_next', 'qwen3_moe', 'Qwen3NextForCausalLM', layers='DDDL',
+    fields=dict(mlp=''),  # hidden_act also changes the convolutions
     fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
@@ -497,23 +501,16 @@ add(
           'D.attn.c_attn': ordered('qkvzba', 'qkvz', 'ba', groups='linear_n_key_head')},
     layouts=PLUS_ONE_NORMS, rules=SHARED_EXPERT)
 add(
-    'qwen3_5_moe_text', 'qwen3_next', 'Qwen3_5MoeForCausalLM', fields=dict(norm_topk_prob=None),
+    'qwen3_5_moe_text', 'qwen3_next', 'Qwen3_5MoeForCausalLM',
     rules={'mlp_only_layers': None},
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': ordered('qkvzba', 'qkv', 'z', 'b', 'a')})
-DEEPSEEK_EXPERTS = like(
-    BASE,
-    fields=dict(n_shared_expert='n_shared_experts',
-                n_expert='n_routed_experts num_local_experts num_experts',
-                n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
-                n_dense_layer='first_k_dense_replace',
-                **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
-    fixed=dict(router='sigmoid', balance_bias=True))
+DEEPSEEK_EXPERTS = like(  # mlp_bias: only dense layers have it
+    BASE, fields=dict(mlp_bias=''), fixed=dict(router='sigmoid', balance_bias=True))
 LATENT = dict(
     fixed=dict(latent_norm_eps=1e-6),
-    fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
-                n_kv_head=None, head_dim=None),
+    fields=dict(n_kv_head='', head_dim=''),
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
@@ -527,16 +524,11 @@ add(
     rules={**MLP_TYPES, 'index_topk': Rule(read_indexer),
            'index_head_dim index_n_heads index_skip_topk_offset index_topk_freq index_topk_pattern '
            'indexer_types': UNUSED})
-TOKEN_CHOICE = dict(n_expert='num_experts num_local_experts', n_shared_expert='num_shared_experts',
-                    norm_topk_prob=None, n_group=None, topk_group=None)
 add(
-    'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM',
-    fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
+    'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM', fields=EXPERTS)
 add('bloom', Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
-    fields=dict(same('vocab_size tie_word_embeddings'), block_size='seq_length',
-                n_layer='n_layer num_hidden_layers', n_head='n_head num_attention_heads',
-                n_embd='hidden_size n_embed', norm_eps='layer_norm_epsilon'),
+    fields=dict(block_size='seq_length', n_embd='hidden_size n_embed'),
     fixed=dict(block_size=2048, norm='layernorm', bias=True, qk_norm=False, pos='alibi',
                mlp='gelu_tanh', embed_norm=True),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
@@ -547,9 +539,9 @@ add('bloom', Family(
     rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')}, rules={'slow_but_exact': UNUSED}))
 add(
     'falcon', 'bloom', 'FalconForCausalLM',
-    fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
+    fields=dict(block_size=None, n_embd=None, n_layer='num_hidden_layers n_layer', bias='bias', head_dim='',
                 n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv',
-                d_ff='ffn_hidden_size', mlp='activation'),
+                d_ff='ffn_hidden_size'),
     fixed=dict(norm_bias=True, pos='rope', embed_norm=False),
     names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
            'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
@@ -561,8 +553,7 @@ add(
 add(
     'gpt2', 'bloom', 'GPT2LMHeadModel', rows={'attn.c_attn': None},
     fixed=dict(pos='learned', embed_norm=False),
-    fields=dict(block_size='n_positions max_position_embeddings', n_embd='n_embd hidden_size',
-                d_ff='n_inner', mlp='activation_function'),
+    fields=dict(block_size=None, n_embd=None),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
            'mlp.c_proj': 'mlp.c_proj'},
@@ -574,8 +565,7 @@ add('gpt_bigcode', 'gpt2', 'GPTBigCodeForCausalLM', fixed=dict(n_kv_head=1),
     layouts=dict.fromkeys(FAMILIES['gpt2'].layouts))
 add(
     'gemma2', BASE, 'Gemma2ForCausalLM', layers='SL',
-    fields=dict(mlp=None,  # transformers ignores hidden_act
-                attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
+    fields=dict(mlp=''),  # transformers ignores hidden_act
     fixed=dict(norm_placement='sandwich', mlp='geglu_tanh'),
     names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
@@ -584,8 +574,7 @@ add(
         lambda config: round(scale(config) ** -2))})
 add(
     'gemma4_text', 'gemma2', 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
-    fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
-                n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
+    fields=dict(k_eq_v='attention_k_eq_v'),
     fixed=dict(qk_norm=True, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
                expert_norms=True),
     names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
@@ -605,14 +594,14 @@ INTERLEAVED = {'attn.c_attn': rows_interleaved}
 LAYERNORM = dict(norm='layernorm', norm_bias=True)
 
 add(
-    'glm', BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
+    'glm', BASE, 'GlmForCausalLM', fields=dict(proj_bias=''), rows=INTERLEAVED,
     fixed=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 add(
     'granite', 'llama', 'GraniteForCausalLM', rules=LOGITS_SCALING,
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
                 residual_scale='residual_multiplier'))
 add(
-    'granitemoe', 'granite', 'GraniteMoeForCausalLM', fields=dict(EXPERTS, mlp_bias=None),
+    'granitemoe', 'granite', 'GraniteMoeForCausalLM', fields=EXPERTS,
     names={'mlp.router': 'block_sparse_moe.router.layer',
            'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
@@ -626,14 +615,13 @@ add(
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
     rules={'rope_parameters': Rule(read_hunyuan)})
 add(
-    'cohere', BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps', logit_scale='logit_scale'),
+    'cohere', BASE, 'CohereForCausalLM', fields=same('logit_scale'),
     rows=INTERLEAVED,
     fixed=dict(norm='layernorm', norm_placement='parallel'))
 add('arcee', 'llama', 'ArceeForCausalLM', names={'mlp.c_fc': 'mlp.up_proj'})
 add(
     'lfm2', BASE, 'Lfm2ForCausalLM', layers='L' * 999 + 'C',
-    fields=dict(NO_BIAS, norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
-                linear_conv_kernel_dim='conv_L_cache'),
+    fields=dict(d_ff='block_ff_dim intermediate_size', linear_conv_kernel_dim='conv_L_cache'),
     fixed=dict(qk_norm=True),
     names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
            'attn.q_norm': 'self_attn.q_layernorm', 'attn.k_norm': 'self_attn.k_layernorm',
@@ -666,13 +654,12 @@ add(
            'ln_f': 'model.final_layernorm'},
     rules=listed('mixer_pattern', 'attn_layer_indices', 'A', 'B'))
 add(
-    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=None),
+    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=''),
     fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
     rules={'topk_method': Rule(write=write_deepseek_v2)})
 add(
     'gpt_neox', 'bloom', 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-    fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
-            'norm_eps': 'layer_norm_eps'},
+    fields=dict(block_size=None, n_embd=None, head_dim=''),
     fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
     names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
@@ -684,9 +671,7 @@ add(
            'head_dim is_decoder': UNUSED})
 add(
     'mpt', 'bloom', 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
-    fields=dict(block_size='max_seq_len', n_layer='n_layers num_hidden_layers', n_embd='d_model hidden_size',
-                n_head='n_heads num_attention_heads',
-                attn_scale='softmax_scale'),
+    fields=dict(block_size=None, n_embd=None, attn_scale='softmax_scale'),
     fixed=dict(bias=False, mlp='gelu', embed_norm=False),
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
@@ -698,9 +683,8 @@ add(
     fixed=dict(qk_norm=True, local={}))
 add('gemma4_unified_text', 'gemma4_text', 'Gemma4UnifiedForCausalLM')
 add(
-    'lfm2_moe', 'lfm2', 'Lfm2MoeForCausalLM', rules=dict.fromkeys(FAMILIES['lfm2'].rules), fields=dict(
-        QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
-        routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
+    'lfm2_moe', 'lfm2', 'Lfm2MoeForCausalLM', rules=dict.fromkeys(FAMILIES['lfm2'].rules),
+    fields=dict(d_ff=None, balance_bias='use_expert_bias'),
     fixed=dict(router='sigmoid'),
     names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
            'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
@@ -709,25 +693,21 @@ add(
     'lfm3', 'lfm2', 'Lfm3ForCausalLM', layers='C' + 'CLCS' * 99,
     rules=dict.fromkeys(FAMILIES['lfm2'].rules),
     fixed=dict(norm_placement='sandwich', attn_gate='head', local={}),
-    fields=dict(d_ff='intermediate_size'),
+    fields=dict(d_ff=None, qkv_bias='', proj_bias=''),
     names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
            'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_operator_norm', 'ln_3': 'ffn_norm',
            'ln_4': 'post_ffn_norm'})
 add(
     'granitemoehybrid', like(FAMILIES['granitemoe'], **MAMBA), 'GraniteMoeHybridForCausalLM',
-    layers='B' * 999 + 'L', fields=dict(mlp=None, d_ff=None),
+    layers='B' * 999 + 'L', fields=dict(mlp='', d_ff=''),
     names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
            'mlp.c_proj': 'shared_mlp.output_linear'},
     rules={'position_embedding_type shared_intermediate_size':
            Rule(read_granite_hybrid, write_granite_hybrid)})
 add(
     'nemotron_h', 'bamba', 'NemotronHForCausalLM', layer=nemotron_layer,
-    fields=dict(NO_BIAS, mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon',
-                tie_word_embeddings=None, n_expert='n_routed_experts num_local_experts',
-                n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
-                linear_n_key_head='n_groups',
-                **same('norm_topk_prob routed_scaling_factor n_group topk_group'),
-                linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
+    fields=dict(n_layer='', tie_word_embeddings='', qkv_bias='', proj_bias='', n_shared_expert='',
+                linear_n_key_head='n_groups', linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
                 linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                 linear_conv_bias='use_conv_bias'),
     fixed=dict(n_layer=0, pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
@@ -746,13 +726,12 @@ add(
            'use_mamba_kernels': UNUSED})
 add(
     'kimi_linear', 'deepseek_v3', 'KimiLinearForCausalLM', layers='K' + 'KKKM' * 99,
-    fields=dict(block_size='model_max_length max_position_embeddings',
+    fields=dict(block_size='model_max_length max_position_embeddings', n_group='num_expert_group n_group',
                 n_expert='num_experts num_local_experts',
                 n_expert_active='num_experts_per_token num_experts_per_tok',
-                n_shared_expert='num_shared_experts n_shared_experts', n_group='num_expert_group n_group',
-                norm_topk_prob='moe_renormalize norm_topk_prob',
-                linear_n_key_head='linear_num_heads', linear_key_head_dim='linear_head_dim',
-                linear_conv_kernel_dim='linear_conv_kernel_dim'),
+                n_shared_expert='num_shared_experts n_shared_experts',
+                norm_topk_prob='moe_renormalize norm_topk_prob', linear_n_key_head='linear_num_heads',
+                linear_key_head_dim='linear_head_dim'),
     fixed=dict(pos='none'),
     names={**renamed('deepseek_v3', 'mlp', 'block_sparse_moe'),
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
@@ -768,7 +747,6 @@ add(
     rules={**MLP_TYPES, 'linear_attn_config': Rule(read_kimi_linear)})
 add(
     'phi', BASE, 'PhiForCausalLM',
-    fields=dict(NO_BIAS, norm_eps='layer_norm_eps'),
     fixed=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                partial_rotary_factor=0.5),
     names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
@@ -776,7 +754,7 @@ add(
 add('smollm3', 'llama', 'SmolLM3ForCausalLM', layers='SL', rules=NO_ROPE)
 add(
     'gpt_oss', BASE, 'GptOssForCausalLM', layers='SL',
-    fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit'),
+    fields=dict(EXPERTS, mlp='', mlp_limit='swiglu_limit'),
     fixed=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True),
     names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router',
            'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
@@ -787,14 +765,13 @@ add(
     rules={'use_moe n_routed_experts': Rule(read_minimind)})
 add(
     'qwen2_moe', 'qwen2', 'Qwen2MoeForCausalLM', layers='L',
-    fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
+    fields=same('qkv_bias'),
     fixed=dict(shared_gate=True), names=SHARED_NAMES,
     rules=DENSE_LAYERS | SHARED_EXPERT)
 add('qwen3_5_text', 'qwen3_5_moe_text', 'Qwen3_5ForCausalLM', fixed=dict(shared_gate=None),
-    fields=dict.fromkeys(QWEN_EXPERTS), rules=dict.fromkeys(SHARED_EXPERT))
+    rules=dict.fromkeys(SHARED_EXPERT))
 add(
     'gemma', 'gemma2', 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
-    fields=dict(attn_softcap=None, logit_softcap=None),
     rules={'query_pre_attn_scalar': None,  # both of these mean the latter
            **only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))})
 add(
@@ -807,7 +784,7 @@ add(
 add(
     'hyperclovax', 'granite', 'HyperCLOVAXForCausalLM',
     fixed=dict(norm_placement='sandwich'), rules=dict.fromkeys(LOGITS_SCALING),
-    fields=dict(logit_scale='logits_scaling', residual_scale=None),
+    fields=dict(logit_scale='logits_scaling', residual_scale=''),
     names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'})
 add(
     'cohere2', 'cohere', 'Cohere2ForCausalLM', layers='SSSL',
@@ -842,10 +819,10 @@ add(
         'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
     rules=LAYER_ROPE | shared_width('shared_intermediate_size'))
 add(
-    'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
+    'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias'),
     fixed=LAYERNORM,
     names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'})
-add('jais2', 'arcee', 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'), fixed=LAYERNORM)
+add('jais2', 'arcee', 'Jais2ForCausalLM', fixed=LAYERNORM)
 add(
     'apertus', 'arcee', 'ApertusForCausalLM',
     exports=False,
@@ -854,13 +831,11 @@ add(
            'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'})
 add(
     'nanochat', BASE, 'NanoChatForCausalLM',
-    fields=dict(logit_softcap='final_logit_softcapping'),
     fixed=dict(qk_norm='rotated', norm_weight=False, embed_norm=True),
     names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped})
 add(
     'opt', 'mistral', 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
-    fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
-                bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
+    fields=dict(bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
                 norm_bias='layer_norm_elementwise_affine'),
     fixed=dict(LAYERNORM, norm_eps=1e-5, pos='learned'),
     names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
@@ -871,22 +846,20 @@ add(
     rules={**only('word_embed_proj_dim', lambda args: (None, args['n_embd'])),
            '_remove_final_layer_norm init_std layerdrop': UNUSED})
 add(
-    'glm4_moe', DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
+    'glm4_moe', DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias='', qk_norm='use_qk_norm'),
     fixed=dict(partial_rotary_factor=0.5))
-add('solar_open', DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=None, n_dense_layer=None))
+add('solar_open', DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=''))
 add(
     'dots1', DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
     fixed=dict(qk_norm=True))
 add(
     'exaone_moe', DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
-    fields=dict(NO_BIAS, n_expert='num_experts', n_shared_expert='num_shared_experts'),
     fixed=dict(qk_norm=True),
     names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
     rules=MLP_TYPES | LOCAL_ROPE)
 add(
     'afmoe', DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
-    fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
-                **NO_BIAS),
+    fields=dict(routed_scaling_factor='route_scale', qkv_bias='', proj_bias=''),
     fixed=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
     names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
            'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
@@ -895,7 +868,7 @@ add(
         lambda config: config.embed_scale != 1))
 add(
     'hy_v3', DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
-    fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
+    fields=dict(routed_scaling_factor='router_scaling_factor', n_dense_layer='first_k_dense_replace'),
     fixed=dict(qk_norm=True, n_dense_layer=1),
     names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
     rules={**MLP_TYPES, 'enable_moe_fp32_combine': UNUSED})
@@ -907,9 +880,6 @@ add(
     rules={'rotary_dim': Rule(read_rotary_dim)})
 add(
     'ernie4_5_moe', 'mistral', 'Ernie4_5_MoeForCausalLM', layers='L',
-    fields=dict(n_expert='moe_num_experts num_experts', n_expert_active='moe_k num_experts_per_tok',
-                d_expert='moe_intermediate_size', n_shared_expert='moe_num_shared_experts',
-                n_dense_layer='moe_layer_start_index'),
     fixed=dict(balance_bias=True),
     rules={**only('moe_layer_end_index', lambda args: (None, -1, args['n_layer'] - 1)),
            'moe_norm_min': UNUSED},
@@ -917,12 +887,12 @@ add(
     rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW})
 add(
     'glm4_moe_lite', 'deepseek_v3', 'Glm4MoeLiteForCausalLM',
-    fields=dict(qk_rope_head_dim='qk_rope_head_dim head_dim'), fixed=dict(n_dense_layer=1),
+    fields=dict(qk_rope_head_dim='qk_rope_head_dim head_dim', n_dense_layer='first_k_dense_replace'),
+    fixed=dict(n_dense_layer=1),
     rules=MLP_TYPES)
 add('glm_moe_dsa', 'deepseek_v32', 'GlmMoeDsaForCausalLM')
 add(
     'hunyuan_v1_moe', 'hunyuan_v1_dense', 'HunYuanMoEV1ForCausalLM', fixed=dict(n_shared_expert=1),
-    fields=dict(n_expert='num_experts num_local_experts', n_expert_active='moe_topk num_experts_per_tok'),
     names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP})
 add(
     'llama4_text', BASE, 'Llama4ForCausalLM', exports=False,
@@ -993,24 +963,23 @@ def read_config(c):
         c = c | {'quantization_config': None}  # zoo/hub.py reads these
     c = (c.get('attn_config') or {}) | c  # MPT nests these fields
     rules = ' '.join(family.rules).split()
-    ours = ['model_type', *rules, *' '.join(family.fields.values()).split()]
+    fields = fields_of(family)
+    named = ['model_type', *rules, *itertools.chain(*fields.values())]
     c = {name: value for name, value in c.items()
-         if (name in ours or name in usual) and (name, value) != ('rope_parameters', None)}
-    known = [*ours, *READ.split()]
+         if (name in named or name in usual) and (name, value) != ('rope_parameters', None)}
+    known = [*named, *READ.split()]
     refuse(c, **{name: value for name, value in c.items()
                  if name not in known and (value or None) != (usual.get(name) or None)})
     args = dict(family.fixed)
-    for ours, theirs in family.fields.items():
-        names = theirs.split()
+    for ours, names in fields.items():
         source = usual if c.keys().isdisjoint(names) else c
-        given = [source[name] for name in names if source.get(name) is not None]
-        if given and isinstance(given[0], list):  # one number per layer
-            given = [*{*given[0]}]
-            refuse(c, **{names[0]: given} if given[1:] else {})
-        if not given and names[0] in c and isinstance(usual.get(names[0]), bool):
-            given = [False]  # null
-        if given:
-            args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
+        value = next((source[name] for name in names if source.get(name) is not None), None)
+        if value is None and names[0] in c and isinstance(usual.get(names[0]), bool):
+            value = False  # null
+        if isinstance(value, list) and len({*value}) == 1:  # one number per layer
+            value = value[0]
+        if value is not None:
+            args[ours] = activations_of(family).get(value, value) if ours == 'mlp' else value
     refuse(c, **{name: value for name, value in args.items() if isinstance(value, (int, float))
                  and value > (4096 if name in ('n_layer', 'n_expert') else 10**8)})  # loops would not end
     c = dict.fromkeys(rules) | usual | c
@@ -1024,6 +993,14 @@ def read_config(c):
     if 'expert_pattern' in args:
         args.pop('n_dense_layer', None)
     return {name: value for name, value in args.items() if value is False or value not in (None, 0)}
+
+
+def fields_of(family):
+    """{GPTConfig's field: config.json's fields}. The first is written. Reading uses the first that is given."""
+    usual = {ours: [name for name in family.defaults if name in theirs.split()]
+             for ours, theirs in FIELDS.items()}
+    changed = {ours: theirs.split() for ours, theirs in family.fields.items()}
+    return {ours: names for ours, names in (usual | changed).items() if names}
 
 
 def family_of(kind):
@@ -1179,10 +1156,10 @@ def write_config(config, kind):
          'eos_token_id': None}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
     values = vars(config) | {'attn_scale': scale(config), 'mlp': activations.get(config.mlp)}
-    for ours, theirs in family.fields.items():
+    for ours, names in fields_of(family).items():
         value = values[ours] or OFF.get(ours, values[ours])
         if value is not None or ours in OFF:
-            c[theirs.split()[0]] = value
+            c[names[0]] = value
     write_layers(config, c, family)
     if config.pos == 'rope' and family.fixed.get('pos', 'rope') == 'rope':
         write_rope(config, c)

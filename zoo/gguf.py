@@ -13,7 +13,6 @@ from configurator import package, plain
 from model import ROPE_SCALINGS
 from tokenizer import EOT, WORD_PATTERN
 from zoo.families import (
-    BASE,
     FAMILIES,
     FUSED_EXPERTS,
     Layout,
@@ -21,6 +20,7 @@ from zoo.families import (
     canonical,
     config_from_hf,
     config_to_hf,
+    fields_of,
     like,
     plan,
     refuse,
@@ -48,7 +48,7 @@ ARCHITECTURES = {  # model_type: llama.cpp's name, values of fields that llama.c
     'gemma2': ('gemma2', dict(GEMMA, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
     'gemma3_text': ('gemma3', dict(GEMMA, window_pattern='SSSSSL',
                                    local={'rope_base': 1e4, 'rope_scaling': None}))}
-FIELDS = {  # llama.cpp's key: GPTConfig's field
+KEYS = {  # llama.cpp's key: GPTConfig's field
     'context_length': 'block_size', 'block_count': 'n_layer', 'embedding_length': 'n_embd',
     'attention.head_count': 'n_head', 'attention.head_count_kv': 'n_kv_head',
     'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim',
@@ -59,17 +59,17 @@ FIELDS = {  # llama.cpp's key: GPTConfig's field
     'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
 SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
            'rope.scaling.original_context_length': 'original_max_position_embeddings'}
-OTHERS = {  # config.json's names of fields that some families lack
-    **BASE.fields, 'rope_base': 'rope_theta', 'window': 'sliding_window',
-    'rope.freq_base_swa': 'rope_local_base_freq',
-    'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
+OTHERS = {  # config.json's fields that are no field of GPTConfig
+    'rope_base': ['rope_theta'], 'window': ['sliding_window'],
+    'rope.freq_base_swa': ['rope_local_base_freq'],
+    'expert_shared_feed_forward_length': ['shared_expert_intermediate_size']}
 NEUTRAL = {  # what llama.cpp reads too (llama-model.cpp, load_hparams): the only supported values
     'attention.causal': True, 'attention.sliding_window_pattern': None, 'expert_group_count': 0,
     'nextn_predict_layers': 0, 'rope.scale_linear': 1.0, 'rope.scaling.attn_factor': 1.0}
 BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # these of 27B scale by the width per head (load_arch_hparams)
 PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
 FLAT = Layout(lambda w: w[None], lambda w: w[0])  # stored (n,)
-EXPERTS = {
+STACKED_EXPERTS = {
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
 NEED = 'files for llama.cpp need', 'gguf'
@@ -82,7 +82,7 @@ def names_for(kind, n_layer):
     arch, _ = ARCHITECTURES[kind]
     family = FAMILIES[kind]
     family = like(family, layouts=dict.fromkeys(family.layouts) | {'mlp.shared_gate.weight': FLAT},
-                  names=EXPERTS, rows={'attn.c_attn': rows_interleaved if arch in PAIRED else None})
+                  names=STACKED_EXPERTS, rows={'attn.c_attn': rows_interleaved if arch in PAIRED else None})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
     return family, functools.partial(names.get_name, try_suffixes=('.weight', '.bias'))
 
@@ -130,7 +130,7 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
     if wrong := [f"{name}={getattr(config, name)!r}" for name in fixed if found.get(name) != known.get(name)]:
         raise ValueError(f"llama.cpp's {arch} has no {', '.join(wrong)}")
     keys, tensors = rope_keys(config, arch)
-    keys |= {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    keys |= {theirs: getattr(config, ours) for theirs, ours in KEYS.items()}
     keys['feed_forward_length'] = config.d_expert or config.d_ff
     shared = config.n_shared_expert
     keys['expert_shared_feed_forward_length'] = shared and shared * config.d_expert
@@ -194,19 +194,17 @@ def read_gguf(path):
     if arch not in kinds:
         raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
     kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
-    fields = OTHERS | FAMILIES[kind].fields
+    fields = OTHERS | fields_of(FAMILIES[kind])
     c = {'model_type': kind, 'head_dim': None, 'num_key_value_heads': None, 'rope_theta': 1e4,
          'sliding_window': 4096 if arch == 'gemma2' else None}  # llama.cpp's defaults
     scaling = {'rope_type': 'linear'}
     for key, value in keys.items():
         name = key.removeprefix(f'{arch}.')
-        ours = FIELDS.get(name, name)
-        if isinstance(value, list) and len({*value}) == 1:  # one number per layer
-            value = value[0]
+        ours = KEYS.get(name, name)
         if name in SCALING:
             scaling[SCALING[name]] = value
         elif ours in fields and ours not in ARCHITECTURES[kind][1]:
-            c[fields[ours].split()[0]] = value
+            c[fields[ours][0]] = value
     refuse(c, **{name: value for name, one in NEUTRAL.items()
                  if (value := keys.get(f'{arch}.{name}', one)) != one})
     if scaling['rope_type'] == 'none' or scaling.get('factor', 1) in (0, 1):
