@@ -16,15 +16,16 @@ from zoo import families
 
 HARMLESS = '''
     _* *aux_loss* *dropout* *initializer_range *loss_coef* mtp_* num_logits_to_keep num_mtp_*
-    num_nextn_predict_layers output_router_logits *_pdrop pretraining_tp router_jitter_noise summary_* *_token_id
-    use_cache
+    num_nextn_predict_layers output_router_logits *_pdrop pretraining_tp router_jitter_noise summary_*
+    *_token_id use_cache
 '''  # only training, generation or classification use these. A family's own are UNUSED in its row
 SHARED = dict(is_causal=True, per_layer_config=None, quantization_config=None)
-MINIMIND = SHARED | dict.fromkeys('''
+ALWAYS = '''
     vocab_size tie_word_embeddings head_dim max_position_embeddings num_hidden_layers num_attention_heads
     num_key_value_heads hidden_size intermediate_size rms_norm_eps hidden_act attention_bias num_experts
     num_experts_per_tok moe_intermediate_size norm_topk_prob rope_scaling rope_theta
-'''.split())  # its config.json has them all
+'''  # MiniMind's config.json has all fields of its class, which transformers lacks
+MINIMIND = SHARED | dict.fromkeys(ALWAYS.split())
 
 
 def fields_of(cls):

@@ -18,8 +18,8 @@ from model import LOCAL, ROPE_SCALINGS, GPTConfig, letter, rope_table, round_up
 class Family(typing.NamedTuple):
     """How transformers stores one model_type.
 
-    To add a family, change a similar one: see `like`. If new names are not enough, use a Rule for a field, and
-    `rows` or `layouts` for a tensor. A field of config.json that no column mentions raises an error if
+    To add a family, change a similar one: see `like`. If new names are not enough, use a Rule for a field,
+    and `rows` or `layouts` for a tensor. A field of config.json that no column mentions raises an error if
     transformers reads it and its value is not the default. So run `python .ci/defaults.py` after you add a
     family.
     """
@@ -365,11 +365,6 @@ def head_width(args):
     return args.get('head_dim') or args['n_embd'] // args['n_head']
 
 
-def read_rotary_dim(c, args):
-    if c['rotary_dim']:
-        args['partial_rotary_factor'] = c['rotary_dim'] / head_width(args)
-
-
 def read_rope_where_short(c, args):
     if c['sliding_window']:  # only layers with a window have positions
         args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
@@ -436,8 +431,9 @@ FIELDS = dict(  # GPTConfig's field: config.json's fields. A family has those th
     same('vocab_size tie_word_embeddings head_dim mlp_bias norm_topk_prob routed_scaling_factor n_group '
          'topk_group kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
          'linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
-    block_size='max_position_embeddings n_positions max_seq_len', n_layer='num_hidden_layers n_layer n_layers',
-    n_head='num_attention_heads n_head n_heads', n_kv_head='num_key_value_heads',
+    block_size='max_position_embeddings n_positions max_seq_len',
+    n_layer='num_hidden_layers n_layer n_layers', n_head='num_attention_heads n_head n_heads',
+    n_kv_head='num_key_value_heads',
     n_embd='hidden_size n_embd d_model', d_ff='intermediate_size n_inner ffn_dim',
     norm_eps='rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon',
     mlp='hidden_act activation_function activation mlp_hidden_act', qkv_bias='attention_bias',
@@ -526,9 +522,8 @@ add(
            'indexer_types': UNUSED})
 add(
     'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM', fields=EXPERTS)
-add('bloom', Family(
-    arch='BloomForCausalLM', layer='transformer.h.N.',
-    fields=dict(block_size='seq_length', n_embd='hidden_size n_embed'),
+BLOOM = Family(
+    arch='BloomForCausalLM', layer='transformer.h.N.', fields={},
     fixed=dict(block_size=2048, norm='layernorm', bias=True, qk_norm=False, pos='alibi',
                mlp='gelu_tanh', embed_norm=True),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
@@ -536,10 +531,11 @@ add('bloom', Family(
            'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
            'attn.c_proj': 'self_attention.dense', 'mlp.c_fc': 'mlp.dense_h_to_4h',
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
-    rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')}, rules={'slow_but_exact': UNUSED}))
+    rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')}, rules={'slow_but_exact': UNUSED})
+add('bloom', BLOOM, fields=dict(block_size='seq_length', n_embd='hidden_size n_embed'))
 add(
-    'falcon', 'bloom', 'FalconForCausalLM',
-    fields=dict(block_size=None, n_embd=None, n_layer='num_hidden_layers n_layer', bias='bias', head_dim='',
+    'falcon', BLOOM, 'FalconForCausalLM',
+    fields=dict(n_layer='num_hidden_layers n_layer', bias='bias', head_dim='',
                 n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv',
                 d_ff='ffn_hidden_size'),
     fixed=dict(norm_bias=True, pos='rope', embed_norm=False),
@@ -551,9 +547,8 @@ add(
 
 
 add(
-    'gpt2', 'bloom', 'GPT2LMHeadModel', rows={'attn.c_attn': None},
+    'gpt2', BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None},
     fixed=dict(pos='learned', embed_norm=False),
-    fields=dict(block_size=None, n_embd=None),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
            'mlp.c_proj': 'mlp.c_proj'},
@@ -619,20 +614,19 @@ add(
     rows=INTERLEAVED,
     fixed=dict(norm='layernorm', norm_placement='parallel'))
 add('arcee', 'llama', 'ArceeForCausalLM', names={'mlp.c_fc': 'mlp.up_proj'})
-add(
-    'lfm2', BASE, 'Lfm2ForCausalLM', layers='L' * 999 + 'C',
-    fields=dict(d_ff='block_ff_dim intermediate_size', linear_conv_kernel_dim='conv_L_cache'),
+LFM = like(
+    BASE, layers='L' * 999 + 'C', fields=dict(linear_conv_kernel_dim='conv_L_cache'),
     fixed=dict(qk_norm=True),
     names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
            'attn.q_norm': 'self_attn.q_layernorm', 'attn.k_norm': 'self_attn.k_layernorm',
            'attn.c_proj': 'self_attn.out_proj', 'attn.conv': 'conv.conv.weight',
            'C.attn.c_attn': 'conv.in_proj', 'C.attn.c_proj': 'conv.out_proj',
            'mlp.c_fc': 'feed_forward.w1 feed_forward.w3',
-           'mlp.c_proj': 'feed_forward.w2'},
+           'mlp.c_proj': 'feed_forward.w2'})
+add(
+    'lfm2', LFM, 'Lfm2ForCausalLM', fields=dict(d_ff='block_ff_dim intermediate_size'),
     rules={'block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of':
            Rule(read_lfm2, write_lfm2), **listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')})
-TIME_STEPS = only('time_step_limit', lambda args: (
-    None, [0, float('inf')], [0, 1e308], [0, {'__float__': 'Infinity'}]))
 MAMBA = dict(
     names={'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
            'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
@@ -643,7 +637,8 @@ MAMBA = dict(
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
                 linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
                 linear_conv_bias='mamba_conv_bias'),
-    rules={'mamba_d_head': UNUSED, **TIME_STEPS, **converted(
+    rules={'mamba_d_head': UNUSED, **only('time_step_limit', lambda args: (
+        None, [0, float('inf')], [0, 1e308], [0, {'__float__': 'Infinity'}])), **converted(
         'linear_value_head_dim', 'mamba_expand',
         lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
         lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd)})
@@ -658,8 +653,8 @@ add(
     fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
     rules={'topk_method': Rule(write=write_deepseek_v2)})
 add(
-    'gpt_neox', 'bloom', 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-    fields=dict(block_size=None, n_embd=None, head_dim=''),
+    'gpt_neox', BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
+    fields=dict(head_dim=''),
     fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
     names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
@@ -670,8 +665,8 @@ add(
                rotary_emb_base=config.rope_base, rotary_pct=config.partial_rotary_factor)),
            'head_dim is_decoder': UNUSED})
 add(
-    'mpt', 'bloom', 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
-    fields=dict(block_size=None, n_embd=None, attn_scale='softmax_scale'),
+    'mpt', BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
+    fields=dict(attn_scale='softmax_scale'),
     fixed=dict(bias=False, mlp='gelu', embed_norm=False),
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
@@ -683,17 +678,15 @@ add(
     fixed=dict(qk_norm=True, local={}))
 add('gemma4_unified_text', 'gemma4_text', 'Gemma4UnifiedForCausalLM')
 add(
-    'lfm2_moe', 'lfm2', 'Lfm2MoeForCausalLM', rules=dict.fromkeys(FAMILIES['lfm2'].rules),
-    fields=dict(d_ff=None, balance_bias='use_expert_bias'),
+    'lfm2_moe', LFM, 'Lfm2MoeForCausalLM', fields=dict(balance_bias='use_expert_bias'),
     fixed=dict(router='sigmoid'),
     names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
            'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
            'mlp.experts.c_proj': 'feed_forward.experts.E.w2'})
 add(
-    'lfm3', 'lfm2', 'Lfm3ForCausalLM', layers='C' + 'CLCS' * 99,
-    rules=dict.fromkeys(FAMILIES['lfm2'].rules),
+    'lfm3', LFM, 'Lfm3ForCausalLM', layers='C' + 'CLCS' * 99,
     fixed=dict(norm_placement='sandwich', attn_gate='head', local={}),
-    fields=dict(d_ff=None, qkv_bias='', proj_bias=''),
+    fields=dict(qkv_bias='', proj_bias=''),
     names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
            'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_operator_norm', 'ln_3': 'ffn_norm',
            'ln_4': 'post_ffn_norm'})
@@ -707,7 +700,8 @@ add(
 add(
     'nemotron_h', 'bamba', 'NemotronHForCausalLM', layer=nemotron_layer,
     fields=dict(n_layer='', tie_word_embeddings='', qkv_bias='', proj_bias='', n_shared_expert='',
-                linear_n_key_head='n_groups', linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
+                linear_n_key_head='n_groups', linear_n_value_head='mamba_num_heads',
+                linear_key_head_dim='ssm_state_size',
                 linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                 linear_conv_bias='use_conv_bias'),
     fixed=dict(n_layer=0, pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
@@ -721,9 +715,9 @@ add(
            'layers_block_type layer_types hybrid_override_pattern num_hidden_layers':
            Rule(read_nemotron_h, write_nemotron_h),
            **shared_width('moe_shared_expert_intermediate_size'),
-           'attention_bias chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap n_shared_experts '
-           'rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max time_step_min '
-           'use_mamba_kernels': UNUSED})
+           'attention_bias chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap '
+           'n_shared_experts rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max '
+           'time_step_min use_mamba_kernels': UNUSED})
 add(
     'kimi_linear', 'deepseek_v3', 'KimiLinearForCausalLM', layers='K' + 'KKKM' * 99,
     fields=dict(block_size='model_max_length max_position_embeddings', n_group='num_expert_group n_group',
@@ -796,7 +790,7 @@ add(
 add('ernie4_5', 'mistral', 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED)
 add('seed_oss', 'llama', 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'))
 add('internlm3', 'llama')
-add('iquestcoder', 'llama', exports=False)  # transformers lacks it
+add('iquestcoder', 'llama', exports=False)  # AutoModelForCausalLM lacks it
 add('ministral', 'mistral', 'MinistralForCausalLM', layers='S' * 999 + 'L')
 add('ministral3', 'mistral', 'Ministral3ForCausalLM', rules=LENGTH_SCALE)
 add(
@@ -877,7 +871,8 @@ add(
     fixed=dict(qk_norm='whole', router='sigmoid', balance_bias=True,
                partial_rotary_factor=1.0),
     names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
-    rules={'rotary_dim': Rule(read_rotary_dim)})
+    rules=converted('partial_rotary_factor', 'rotary_dim', lambda given, args: given / head_width(args),
+                    lambda config: config.rope_dim))
 add(
     'ernie4_5_moe', 'mistral', 'Ernie4_5_MoeForCausalLM', layers='L',
     fixed=dict(balance_bias=True),
@@ -996,7 +991,7 @@ def read_config(c):
 
 
 def fields_of(family):
-    """{GPTConfig's field: config.json's fields}. The first is written. Reading uses the first that is given."""
+    """{GPTConfig's field: config.json's fields}. The first is written; reading uses the first given one."""
     usual = {ours: [name for name in family.defaults if name in theirs.split()]
              for ours, theirs in FIELDS.items()}
     changed = {ours: theirs.split() for ours, theirs in family.fields.items()}
@@ -1100,9 +1095,8 @@ def read_layers(c, args, family):
         refuse(c, sliding_window=size)
     types = c.get('layer_types') or c.get('layers_block_type')
     if len({*layers}) > 1 and types:
-        letters = {LAYER_TYPES.get(one): one for one in layers}
-        letters |= {'mamba': 'B', 'attention': 'L'}  # Granite 4
-        layers = ''.join(letters.get(one, '?') for one in types)
+        words = {LAYER_TYPES.get(one): one for one in layers} | {'mamba': 'B', 'attention': 'L'}  # Granite 4
+        layers = ''.join(words.get(one, '?') for one in types)
     elif layers == 'SL' and 'max_window_layers' in c:  # the first layers have no window
         layers = 'L' * c['max_window_layers'] + 'S' * args['n_layer']
     elif isinstance(period, int):
@@ -1196,8 +1190,8 @@ Stored = collections.namedtuple('Stored', 'open name shape kind')  # open().get_
 Part = collections.namedtuple('Part', 'name index layout')  # stored name; index into our tensor
 
 
-def plan(model, family, renamed=str):
-    """{name in state_dict(): [Part, ...]}. renamed: converts the family's names."""
+def plan(model, family, rename=str):
+    """{name in state_dict(): [Part, ...]}. rename: converts the family's names."""
     config = model.config
     plans = {}
     for ours, w in model.state_dict().items():
@@ -1234,7 +1228,7 @@ def plan(model, family, renamed=str):
         experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
         is_experts = module.startswith('mlp.experts')
         plans[ours] = [
-            Part(renamed(one.replace('.E.', f'.{e}.')), (e, row) if is_experts else (row,), layout)
+            Part(rename(one.replace('.E.', f'.{e}.')), (e, row) if is_experts else (row,), layout)
             for e in experts for one, row in zip(theirs, rows, strict=True)]
     return plans
 

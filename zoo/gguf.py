@@ -15,7 +15,6 @@ from tokenizer import EOT, WORD_PATTERN
 from zoo.families import (
     FAMILIES,
     FUSED_EXPERTS,
-    Layout,
     Stored,
     canonical,
     config_from_hf,
@@ -39,8 +38,6 @@ ARCHITECTURES = {  # model_type: llama.cpp's name, values of fields that llama.c
     'qwen2': ('qwen2', dict(SILU, head_dim=None)),
     'mixtral': ('llama', SILU),
     'qwen3_moe': ('qwen3moe', dict(QWEN, expert_pattern='E', norm_topk_prob=True)),
-    'qwen2_moe': ('qwen2moe', dict(SILU, head_dim=None, qkv_bias=True, expert_pattern='E',
-                                   norm_topk_prob=False, tie_word_embeddings=False)),
     'smollm3': ('smollm3', dict(QWEN, mlp_bias=False, pos_pattern='PPPN')),
     'olmo2': ('olmo2', dict(QWEN, tie_word_embeddings=False)),
     'gpt2': ('gpt2', dict(mlp='gelu_tanh')),
@@ -61,14 +58,12 @@ SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
            'rope.scaling.original_context_length': 'original_max_position_embeddings'}
 OTHERS = {  # config.json's fields that are no field of GPTConfig
     'rope_base': ['rope_theta'], 'window': ['sliding_window'],
-    'rope.freq_base_swa': ['rope_local_base_freq'],
-    'expert_shared_feed_forward_length': ['shared_expert_intermediate_size']}
+    'rope.freq_base_swa': ['rope_local_base_freq']}
 NEUTRAL = {  # what llama.cpp reads too (llama-model.cpp, load_hparams): the only supported values
     'attention.causal': True, 'attention.sliding_window_pattern': None, 'expert_group_count': 0,
     'nextn_predict_layers': 0, 'rope.scale_linear': 1.0, 'rope.scaling.attn_factor': 1.0}
 BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # these of 27B scale by the width per head (load_arch_hparams)
 PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
-FLAT = Layout(lambda w: w[None], lambda w: w[0])  # stored (n,)
 STACKED_EXPERTS = {
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
@@ -81,7 +76,7 @@ def names_for(kind, n_layer):
     import gguf
     arch, _ = ARCHITECTURES[kind]
     family = FAMILIES[kind]
-    family = like(family, layouts=dict.fromkeys(family.layouts) | {'mlp.shared_gate.weight': FLAT},
+    family = like(family, layouts=dict.fromkeys(family.layouts),
                   names=STACKED_EXPERTS, rows={'attn.c_attn': rows_interleaved if arch in PAIRED else None})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
     return family, functools.partial(names.get_name, try_suffixes=('.weight', '.bias'))
@@ -132,8 +127,6 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
     keys, tensors = rope_keys(config, arch)
     keys |= {theirs: getattr(config, ours) for theirs, ours in KEYS.items()}
     keys['feed_forward_length'] = config.d_expert or config.d_ff
-    shared = config.n_shared_expert
-    keys['expert_shared_feed_forward_length'] = shared and shared * config.d_expert
     about = tokenizer_keys(tokenizer, config.vocab_size) | {f'{arch}.{key}': keys[key] for key in keys}
     writer = gguf.GGUFWriter(None, arch)
     kinds = gguf.GGUFValueType

@@ -139,15 +139,16 @@ def check(parts, stored, model, family, folder):
     """Raises ValueError, naming all missing, unexpected or differently shaped tensors, or quantized ones."""
     from sample import IGNORED
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
-    head, extra = family.names['lm_head'], f'layers.{model.config.n_layer}.'
-    # a tied head, and a layer for multi-token prediction, which joins two embeddings
-    others = (f'{head}.weight', *[extra] * (f'{extra}eh_proj.weight' in stored))
+    others = f"{family.names['lm_head']}.weight",  # a tied head
+    extra = f'layers.{model.config.n_layer}.'
+    if f'{extra}eh_proj.weight' in stored:  # a layer for multi-token prediction joins two embeddings
+        others += extra,
     found = {name: one for name, one in stored.items()
              if name in wanted or not (IGNORED.fullmatch(name) or name.startswith(others))}
     packed = {one.kind for one in found.values() if re.fullmatch(r'[IU]\d+|BOOL|F8.*', one.kind)}
     if packed:
-        raise ValueError(f"{folder} has quantized weights ({', '.join(packed)}), which are not supported: use "
-                         "the original weights")
+        raise ValueError(f"{folder} has quantized weights ({', '.join(packed)}), which are not "
+                         "supported: use the original weights")
     found = {name: one.shape for name, one in found.items()}
     if wanted != found:
         lacks = sorted(wanted.items() - found.items())
