@@ -29,7 +29,7 @@ from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, make_tokenizer
 from zoo import gguf as zoo_gguf
 from zoo import hub, weights
 from zoo.families import Stored
-from zoo.tokenizer_json import JsonTokenizer, byte_chars, to_json
+from zoo.tokenizer_json import JsonTokenizer, byte_chars
 
 gguf = pytest.importorskip('gguf')
 
@@ -51,15 +51,12 @@ def paired(w, n_head):
 
 MODELS = [  # model_type, changes to test_hub's SMALL, a key, tensors as functions of the published tensors
     ('qwen3', dict(TIED, **hf_rope('yarn', factor=4.0)), ('qwen3.rope.scaling.original_context_length', 16), {
-        'blk.1.attn_k.weight': lambda s: s['model.layers.1.self_attn.k_proj.weight'],
         'blk.2.attn_q_norm.weight': lambda s: s['model.layers.2.self_attn.q_norm.weight']}),
     ('llama', dict(head_dim=16, **LLAMA3), ('llama.rope.dimension_count', 16), {
         'blk.1.attn_q.weight': lambda s: paired(s['model.layers.1.self_attn.q_proj.weight'], 4),
         'blk.1.attn_k.bias': lambda s: paired(s['model.layers.1.self_attn.k_proj.bias'], 2)}),
-    ('mixtral', dict(sliding_window=None), ('llama.expert_count', 4), {
-        'blk.0.ffn_gate_inp.weight': lambda s: s['model.layers.0.block_sparse_moe.gate.weight']}),
-    ('qwen2', TIED, ('qwen2.attention.head_count', 4), {
-        'blk.1.attn_q.bias': lambda s: s['model.layers.1.self_attn.q_proj.bias']}),
+    ('mixtral', dict(sliding_window=None), ('llama.expert_count', 4), {}),
+    ('qwen2', TIED, ('qwen2.attention.head_count', 4), {}),
     ('qwen3_moe', dict(norm_topk_prob=True), ('qwen3moe.expert_used_count', 2), {
         'blk.2.ffn_up_exps.weight': lambda s: torch.stack(
             [s[f'model.layers.2.mlp.experts.{e}.up_proj.weight'] for e in range(4)])}),
@@ -70,8 +67,7 @@ MODELS = [  # model_type, changes to test_hub's SMALL, a key, tensors as functio
     ('gemma3_text', dict(query_pre_attn_scalar=12, num_hidden_layers=7), ('gemma3.rope.freq_base', 1e6), {}),
     ('gpt2', {}, ('gpt2.context_length', 64), {
         'blk.1.attn_qkv.weight': lambda s: s['transformer.h.1.attn.c_attn.weight'].T}),
-    ('olmo2', {}, ('olmo2.block_count', 3), {
-        'blk.0.post_ffw_norm.weight': lambda s: s['model.layers.0.post_feedforward_layernorm.weight']}),
+    ('olmo2', {}, ('olmo2.block_count', 3), {}),
     ('smollm3', dict(num_hidden_layers=5), ('smollm3.rope.freq_base', 2e6), {})]
 
 
@@ -156,7 +152,7 @@ def test_files_in_parts_and_without_tokenizer(tmp_path):
     first, second, *_ = sorted(map(str, tmp_path.glob('y-*')))
     back, tokenizer, _ = load(first)
     assert same_weights(back.state_dict(), model.state_dict()) and tokenizer.n_vocab == 257
-    for name in 'model', 'tokens', 'token_type', 'merges':
+    for name in 'model', 'merges':
         rewritten(path, tmp_path / name, [f'tokenizer.ggml.{name}'])
         back, tokenizer, facts = load((tmp_path / name).rename(tmp_path / f'{name}.gguf').as_posix())
         assert same_weights(back.state_dict(), model.state_dict()) and tokenizer is None
@@ -263,10 +259,8 @@ def with_bos():
 
 TOKENIZERS = {  # name: (function that makes it, llama.cpp's name of its pattern, the pattern)
     'byte': (ByteTokenizer, 'gpt-2', '.|\n'),
-    'three ends': (lambda: JsonTokenizer(to_json(ByteTokenizer()), {'eos_token_id': [10, 256, 11]}),
-                   'gpt-2', '.|\n'),
     'json': (with_bos, 'gpt-2', GPT2_WORDS),
-    'toy': (prep_toy_bpe, 'gpt-2', GPT2_WORDS), 'gpt2': (None, 'gpt-2', GPT2_WORDS),
+    'gpt2': (None, 'gpt-2', GPT2_WORDS),
     'bpe': (lambda: make_tokenizer('bpe:600', training=[[text[:20_000]] for text in tok_texts()], procs=1),
             'llama-bpe', WORD_PATTERN)}
 
@@ -353,9 +347,6 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert 'qwen3, 41,184 parameters' in printed and 'stored in F32, Q8_0' in printed
     assert 'sample.py --init_from=new/x.gguf' in printed
-    Path('my.txt').write_text('some text ' * 100)
-    run('prepare.py', 'my.txt', '--tokenizer=new/x.gguf', '--out=mine')
-    assert 'vocabulary 257' in capsys.readouterr().out
     with pytest.raises(ValueError, match="dtype='q8_0' is only supported in .gguf"):
         run('zoo/hub.py', 'export', 'theirs', 'y', '--dtype=q8_0')
     before = contents(tmp_path / 'new')
@@ -419,11 +410,3 @@ def test_llama_cpp_computes_the_same(tmp_path):
         for mine, theirs in zip(ours, found['probabilities']):
             for token, probability in theirs:  # llama.cpp computes GELU with a 16-bit table
                 assert abs(mine[token] - probability) < 1e-3
-
-
-def test_llama_cpp_tokenizes_alike(tokenizer, tmp_path):
-    tok, *_ = tokenizer
-    zoo_gguf.save_gguf(tiny(n_layer=1, n_embd=8, vocab_size=tok.n_vocab), tok, tmp_path / 'x.gguf')
-    text = prep_awkward(300, seed=2) + tok_texts()[2][:500]
-    found, = llama_cpp(tmp_path, [{'path': str(tmp_path / 'x.gguf'), 'text': text, 'prompt': [1], 'n': 1}])
-    assert found['text'] == tok.encode_array(text).tolist()

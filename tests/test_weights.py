@@ -11,7 +11,6 @@ import torch
 from common import chat_tokenizer, log_rows, run, same_weights, save_tokenizer, train
 
 import model as flat
-from model import flops_per_token
 from sample import load
 from test_model import MLA, feed, near, tiny, tokens
 from train import sequence_indices
@@ -27,11 +26,10 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     idx = tokens(model, 2, 16)
     before = {name: w.clone() for name, w in model.state_dict().items()}
     logits = model(idx).detach()
-    flops = flops_per_token(model)
     with pytest.raises(ValueError, match="'q_proj' is not the name of linear layers.* attn.c_attn"):
         weights.add_lora(model, 3, 6.0, [*targets, 'q_proj'])
     weights.add_lora(model, 3, 6.0, targets)
-    assert torch.equal(model(idx), logits) and flops_per_token(model) < flops
+    assert torch.equal(model(idx), logits)
     adapters = {name: w for name, w in model.state_dict().items() if '.lora_' in name}
     assert {name for name, w in model.named_parameters() if w.requires_grad} == set(adapters)
     for name, w in adapters.items():  # as PEFT: A has this deviation, B is zero
