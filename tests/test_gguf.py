@@ -293,29 +293,6 @@ def test_a_tokenizer_can_be_rebuilt_from_a_file(tokenizer, tmp_path):
     assert (list(back.bos), back.stop_tokens) == (list(tok.bos), tok.stop_tokens)
 
 
-def split_in_turn(patterns, text):
-    """The words that llama.cpp finds: each pattern splits a text into its matches and what is between."""
-    words = [text]
-    for pattern in patterns:
-        words = [part for word in words for part in regex.split(f'({pattern})', word) if part]
-    return words
-
-
-DEFAULT_WORDS = [  # llama-vocab.cpp uses them for files that name no pattern
-    r'[\p{P}\$\+<=>\^~\|]+', r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r'\p{N}+', '[0-9][0-9][0-9]']
-
-
-def test_older_files_name_no_pattern(monkeypatch):
-    keys = zoo_gguf.tokenizer_keys(prep_toy_bpe(), 265 + 1)
-    del keys['tokenizer.ggml.pre']
-    monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {}))
-    text = prep_awkward(300) + tok_texts()[3][:500]
-    tok = zoo_gguf.read_tokenizer('')
-    assert tok.encode_array(text).tolist() == tokenized(keys, split_in_turn(DEFAULT_WORDS, text))
-    assert zoo_gguf.tokenizer_keys(tok, 266)['tokenizer.ggml.pre'] == 'default'
-
-
 def test_tokenizers_that_llama_cpp_lacks_are_refused():
     lacking = [CharTokenizer('ab', 2), prep_toy_bpe('.|\n')]
     lacking += [JsonTokenizer(tok_oracles()[name].to_str()) for name in ('gpt2 prefix', 'deepseek', 'llama2')]
@@ -347,8 +324,6 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert 'qwen3, 41,184 parameters' in printed and 'stored in F32, Q8_0' in printed
     assert 'sample.py --init_from=new/x.gguf' in printed
-    with pytest.raises(ValueError, match="dtype='q8_0' is only supported in .gguf"):
-        run('zoo/hub.py', 'export', 'theirs', 'y', '--dtype=q8_0')
     before = contents(tmp_path / 'new')
     with full_disk(20_000), pytest.raises(OSError):
         run('zoo/hub.py', 'export', 'theirs', 'new/y.gguf')

@@ -176,7 +176,6 @@ VARIANTS = {  # model_type: one dict of changes to SMALL per model; other famili
         mscale_all_dim=1.0))],
     'youtu': [dict(LATENT, attention_bias=True), dict(LATENT, **UNTIED, q_lora_rank=None)],
     'mellum': [dict(FULL_SLIDING, **SPARSE_DENSE, **ROPE_BY_KIND)],
-    'flint': [dict(FULL_SLIDING, mlp_only_layers=[1], norm_topk_prob=False)],
     'granite_swa': [dict(UNTIED, **FULL_SLIDING, layer_rope_theta=[500.0, 500.0, 0])],
     'granitemoe_swa': [dict(layer_rope_theta=[0, 100.0, 100.0])],
     'hunyuan_v1_dense': [hf_rope('dynamic', factor=1.0, alpha=50.0)],
@@ -266,8 +265,8 @@ def as_once_published(c, state):
 
 def with_fields_that_change_nothing(c, state):
     c |= json.loads('''{"unsloth_fixed": true, "unsloth_version": "2025.6.1", "torchscript": true,
-        "num_labels": 3, "temperature": 0.6, "top_k": 20, "max_length": 20, "is_causal": true, "license": "mit",
-        "eos_token_ids": [1], "attention_sinks": 4, "sliding_window": 8}''')
+        "num_labels": 3, "temperature": 0.6, "top_k": 20, "max_length": 20, "is_causal": true,
+        "license": "mit", "eos_token_ids": [1], "attention_sinks": 4, "sliding_window": 8}''')
 
 
 def nemotron3_as_published(c, state):

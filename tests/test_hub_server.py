@@ -56,8 +56,8 @@ def downloaded():
 
 @torch.no_grad()
 def test_the_printed_commands_lead_to_a_conversation(server):
-    """Each command, with flags that shorten it, from the hub or without a network from the cache. The model has
-    several files, and needs a token."""
+    """Each command, with flags that shorten it, from the hub or without a network from the cache. The model
+    has several files, and needs a token."""
     theirs = publish('us/tiny', max_shard_size='20KB')
     server.gated = {'us/tiny'}
     chat = [{'role': 'user', 'content': 'Hello?'}, {'role': 'assistant', 'content': 'Hello.'}]
@@ -72,7 +72,8 @@ def test_the_printed_commands_lead_to_a_conversation(server):
     short = {'sample.py': '--max_new_tokens=9 --device=cpu', 'prepare.py': '--procs=1',
              'train.py': '--device=cpu --max_iters=2 --eval_iters=1 --batch_size=2 --compile=False'}
     for n, command in enumerate(commands):
-        done = script(server, f'{command} {short[command.split()[1]]}', HF_HUB_OFFLINE=str(n // 2), HF_TOKEN=TOKEN)
+        done = script(server, f'{command} {short[command.split()[1]]}', HF_TOKEN=TOKEN,
+                      HF_HUB_OFFLINE=str(n // 2))
         assert done.returncode == 0, f'{command}\n{done.stderr}'
     bins = Bins('data/mine', 'train')
     learned = tokenizer.decode(bins.shards[0][bins.masks[0] > 0])

@@ -520,8 +520,6 @@ add(
     rules={**MLP_TYPES, 'index_topk': Rule(read_indexer),
            'index_head_dim index_n_heads index_skip_topk_offset index_topk_freq index_topk_pattern '
            'indexer_types': UNUSED})
-add(
-    'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM', fields=EXPERTS)
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.', fields={},
     fixed=dict(block_size=2048, norm='layernorm', bias=True, qk_norm=False, pos='alibi',
@@ -799,11 +797,6 @@ add(
     rules=LENGTH_SCALE)
 add('mellum', 'qwen3_moe', 'MellumForCausalLM', layers='L' * 999 + 'S', fixed=dict(local={}),
     rules=MLP_TYPES | dict.fromkeys(DENSE_LAYERS))
-add(
-    'flint', 'qwen3_moe', 'FlintForCausalLM', layers='?' * 999 + 'SL',  # no pattern by default
-    fixed=dict(n_dense_layer=2, attn_sink=True, router='sigmoid'),
-    names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
-    rules=SHARED_EXPERT | LOCAL_ROPE)
 add('granite_swa', 'granite', 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
     rules=LAYER_ROPE)
 add(
@@ -907,9 +900,7 @@ add(
            **listed('expert_pattern', 'moe_layers', 'E', 'D')})
 add('kimi_k2', 'deepseek_v3', exports=False,  # transformers lacks it
     defaults=dict(moe_layer_freq=1, scoring_func='sigmoid', topk_method='noaux_tc'))
-add(
-    'olmoe', 'flex_olmo', 'OlmoeForCausalLM', names=BASE.names, fields=same('clip_qkv'),
-    fixed=dict(norm_placement='pre'))
+add('olmoe', BASE, 'OlmoeForCausalLM', fields=dict(EXPERTS, clip_qkv='clip_qkv'), fixed=dict(qk_norm='whole'))
 LAYER_TYPES = {  # our mixer's letter; attention is S with a window, L without
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}

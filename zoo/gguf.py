@@ -218,16 +218,12 @@ def read_gguf(path):
 
 ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]
 LLAMA_3 = 'falcon3', 'llama3', 'llama-v3', 'llama-bpe'  # llama.cpp's names of one pattern
-PATTERNS = {  # llama.cpp's name: a pattern that finds words; further lines split these
+PATTERNS = {  # llama.cpp's name: a pattern that finds words
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
     **dict.fromkeys(('dbrx', 'smaug-bpe', *LLAMA_3), WORD_PATTERN),  # exports use the last name
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
     # splits numbers into digits
     'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
-    'default': r"""[\p{P}\$\+<=>\^~\|]+
-'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
-\p{N}+
-[0-9][0-9][0-9]""",
     'gpt-4o':
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -275,7 +271,7 @@ def read_tokenizer(path):
     """The tokenizer of a file. Raises ValueError if it is unsupported."""
     keys, _ = contents(path)
     model = keys.get('tokenizer.ggml.model')
-    splits = keys.get('tokenizer.ggml.pre', 'default') if model == 'gpt2' else model
+    splits = keys.get('tokenizer.ggml.pre', 'unnamed') if model == 'gpt2' else model
     if splits not in PATTERNS:
         raise ValueError(f"{path} has a {splits} tokenizer; supported are {', '.join(PATTERNS)}")
     texts = keys['tokenizer.ggml.tokens']
@@ -286,8 +282,7 @@ def read_tokenizer(path):
     vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}
     merges = [merge.split(' ') for merge in keys['tokenizer.ggml.merges'] if merge.replace(' ', '') in vocab]
     library = package('tokenizers')
-    patterns = PATTERNS[splits].split('\n')
-    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, patterns, {}))
+    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, [PATTERNS[splits]], {}))
     tokenizer.add_tokens([library.AddedToken(text, normalized=False, special=kinds[i] == 3)
                           for text, i in vocab.items() if kinds[i] in (3, 4)])
     bos = config.get('bos_token')
