@@ -17,7 +17,7 @@ from sample import load
 from test_model import near, tiny
 from tokenizer import make_tokenizer
 from zoo import gguf, hub, weights
-from zoo.tokenizer_json import to_json
+from zoo.tokenizer_json import JsonTokenizer, to_json
 
 safetensors = pytest.importorskip('safetensors.torch')
 transformers = pytest.importorskip('transformers')
@@ -547,15 +547,11 @@ def test_models_without_a_family_are_refused_by_name(tmp_path):
 
 
 def test_all_end_tokens_are_read_and_written(tmp_path):
-    theirs = hf_model('qwen3', {'vocab_size': 257})
-    theirs.config.eos_token_id, theirs.generation_config.eos_token_id = 256, [256, 10]
-    theirs.save_pretrained(tmp_path / 'theirs')
-    (tmp_path / 'theirs/tokenizer.json').write_text(to_json(make_tokenizer('byte')), encoding='utf-8')
-    run('zoo/hub.py', 'export', str(tmp_path / 'theirs'), str(tmp_path / 'ours'))
-    for name in 'theirs', 'ours':
-        assert list(load(str(tmp_path / name))[1].stop_tokens) == [256, 10]
-    assert read_config(tmp_path / 'ours')['eos_token_id'] == [256, 10]
-    assert hf_opened(tmp_path / 'ours').generation_config.eos_token_id == [256, 10]
+    tokenizer = JsonTokenizer(to_json(make_tokenizer('byte')), {'eos_token_id': [256, 10]})
+    hub.save_pretrained(tiny(vocab_size=257), tokenizer, tmp_path)
+    assert list(load(str(tmp_path))[1].stop_tokens) == [256, 10]
+    assert read_config(tmp_path)['eos_token_id'] == [256, 10]
+    assert hf_opened(tmp_path).generation_config.eos_token_id == [256, 10]
 
 
 def contents(folder):
