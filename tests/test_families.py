@@ -67,7 +67,7 @@ def test_a_family_adds_to_its_base(monkeypatch):
     families.add('mine', 'qwen3_moe', rules={'my_norm': families.Rule(
         lambda c, args: args.update(embed_norm=bool(c['my_norm'])),
         lambda config, c: c.update(my_norm=config.embed_norm))})
-    c = dict(SIZES, model_type='mine', head_dim=8, num_experts=4, moe_intermediate_size=8, rope_theta=50.0,
+    c = dict(SIZES, model_type='mine', head_dim=8, num_experts=4, num_experts_per_tok=2, rope_theta=50.0,
              mlp_only_layers=[1], my_norm=1)
     config = families.config_from_hf(c)
     assert (config.rope_base, config.embed_norm, config.expert_pattern) == (50, True, 'EDE')

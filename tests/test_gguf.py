@@ -20,7 +20,7 @@ from common import (
     tok_oracles,
     tok_texts,
 )
-from test_hub import LLAMA3, TIED, contents, full_disk, hf_model, hf_rope, safetensors
+from test_hub import LLAMA3, TIED, UNBIASED, contents, full_disk, hf_model, hf_rope, safetensors
 
 from sample import load
 from test_model import near, tiny
@@ -51,7 +51,8 @@ def paired(w, n_head):
 MODELS = [  # model_type, changes to test_hub's SMALL, a key, tensors as functions of the published tensors
     ('qwen3', dict(TIED, **hf_rope('yarn', factor=4.0)), ('qwen3.rope.scaling.original_context_length', 16), {
         'blk.2.attn_q_norm.weight': lambda s: s['model.layers.2.self_attn.q_norm.weight']}),
-    ('llama', dict(head_dim=16, **LLAMA3), ('llama.rope.dimension_count', 16), {
+    ('llama', dict(head_dim=16, attention_bias=True, mlp_bias=True, **LLAMA3),
+     ('llama.rope.dimension_count', 16), {
         'blk.1.attn_q.weight': lambda s: paired(s['model.layers.1.self_attn.q_proj.weight'], 4),
         'blk.1.attn_k.bias': lambda s: paired(s['model.layers.1.self_attn.k_proj.bias'], 2)}),
     ('mixtral', dict(sliding_window=None), ('llama.expert_count', 4), {}),
@@ -73,7 +74,7 @@ MODELS = [  # model_type, changes to test_hub's SMALL, a key, tensors as functio
 @pytest.mark.parametrize('kind, options, key, tensors', MODELS, ids=[one[0] for one in MODELS])
 @torch.no_grad()
 def test_models_out_and_in(kind, options, key, tensors, tmp_path):
-    hf_model(kind, dict(options, vocab_size=300), tmp_path)
+    hf_model(kind, dict(UNBIASED | options, vocab_size=300), tmp_path)
     state, path = safetensors.load_file(tmp_path / 'model.safetensors'), str(tmp_path / 'x.gguf')
     ours, idx = hub.from_pretrained(tmp_path), torch.randint(300, (2, 24))
     zoo_gguf.save_gguf(ours, ByteTokenizer(), path)
@@ -146,6 +147,7 @@ def test_files_in_parts(tmp_path):
     first, second, *_ = sorted(map(str, tmp_path.glob('y-*')))
     back, tokenizer, _ = load(first)
     assert same_weights(back.state_dict(), model.state_dict()) and tokenizer.n_vocab == 257
+    zoo_gguf.contents.cache_clear()
     for part, last in (second, second), (first, second):
         with pytest.raises(ValueError, match=f'{part} is one of 3 parts: give the first'):
             load(part)
@@ -200,7 +202,7 @@ def test_a_published_file_equals_transformers_reading(tmp_path):
 
 
 def test_matrices_are_written_in_other_dtypes(tmp_path):
-    hf_model('qwen3_moe', dict(norm_topk_prob=True, vocab_size=300, hidden_size=64), tmp_path)
+    hf_model('qwen3_moe', dict(UNBIASED, norm_topk_prob=True, vocab_size=300, hidden_size=64), tmp_path)
     model, exact = hub.from_pretrained(tmp_path), None
     for dtype, kind in (None, 'F32'), ('bfloat16', 'BF16'), ('q8_0', 'Q8_0'):
         zoo_gguf.save_gguf(model, ByteTokenizer(), tmp_path / kind, dtype)
@@ -363,7 +365,7 @@ def test_llama_cpp_computes_the_same(tmp_path):
     models, jobs, prompt = [], [], torch.randint(300, (9,)).tolist()
     for kind, options, *_ in MODELS:
         path = str(tmp_path / f'{kind}.gguf')
-        hf_model(kind, dict(options, vocab_size=300), tmp_path / kind)
+        hf_model(kind, dict(UNBIASED | options, vocab_size=300), tmp_path / kind)
         models.append(hub.from_pretrained(tmp_path / kind))
         zoo_gguf.save_gguf(models[-1], ByteTokenizer(), path)
         jobs.append({'path': path, 'text': 'a é\n', 'prompt': prompt, 'n': 24})
