@@ -87,7 +87,7 @@ KEYS = {
     'tokenizer': dict | None,  # the tokenizer's state()
     # masked                   # whether the model was trained on conversations
     # data                     # meta.json of the dataset
-    'lora': dict | None,       # rank, alpha, targets, folder, base, base_checksum
+    'lora': dict | None,       # rank, alpha, targets, folder, base, checksum
     'kept': list,              # iterations of ckpt-<iteration>.pt
     # family                   # the published family, or None
     'optimizer': dict,         # parameter name -> state
@@ -141,7 +141,8 @@ def read_checkpoint(path):
 
 def checksum(path, model):
     """Sums the weight bits of a checkpoint, or of a published model that was loaded in float32."""
-    weights = model.h.state_dict() if is_published(path) else read_checkpoint(path)['model']
+    weights = read_checkpoint(path)['model'] if not is_published(path) else {
+        name: w for name, w in model.state_dict().items() if name != 'wpe.weight'}  # block_size crops wpe
     return sum(w.float().view(torch.int32).sum().item() for w in weights.values())
 
 

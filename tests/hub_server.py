@@ -17,11 +17,10 @@ STORAGE = re.compile(r'/storage/(.+)')
 
 
 @contextlib.contextmanager
-def hub(root, gated=(), cut=()):
-    """Serves root/<owner>/<name>/<file>. gated: repositories; cut: names of files of which only a request
-    for the rest gets the second half. Yields the server; its `sent` lists the names of files."""
+def hub(root, gated=()):
+    """Serves root/<owner>/<name>/<file>. gated: repositories. Yields the server."""
     server = ThreadingHTTPServer(('127.0.0.1', 0), Answer)
-    vars(server).update(root=Path(root), gated=gated, cut=cut, sent=[])
+    vars(server).update(root=Path(root), gated=gated)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -82,11 +81,4 @@ class Answer(BaseHTTPRequestHandler):
 
     def send(self, path, **facts):
         body = path.read_bytes()
-        size = len(body)
-        if begin := int(self.headers.get('Range', 'bytes=0-')[6:-1]):
-            return self.answer(206, body[begin:], Content_Range=f'bytes {begin}-{size - 1}/{size}', **facts)
-        if self.command == 'GET':
-            self.server.sent.append(path.name)
-            if path.name in self.server.cut:
-                body, self.close_connection = body[:size // 2], True
-        return self.answer(200, body, Accept_Ranges='bytes', **{**facts, 'Content_Length': size})
+        return self.answer(200, body, **facts)

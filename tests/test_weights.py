@@ -11,7 +11,6 @@ import torch
 from common import chat_tokenizer, log_rows, run, same_weights, save_tokenizer, train
 
 import model as flat
-from model import flops_per_token
 from sample import load
 from test_model import MLA, feed, near, tiny, tokens
 from train import sequence_indices
@@ -19,7 +18,6 @@ from zoo import weights
 
 
 @pytest.mark.parametrize('options, targets', [
-    (dict(bias=True, n_kv_head=2, attn_gate=True), ['c_attn', 'c_proj', 'c_fc']),
     ({**MLA, 'q_lora_rank': 8}, ['attn.c_attn', 'c_q', 'c_kv', 'attn.c_proj']),  # c_kv is read, never called
     (dict(n_expert=4, n_shared_expert=1, d_expert=8), ['router', 'shared.c_fc', 'c_attn']),
     (dict(mixer_pattern='DA'), ['c_attn', '1.attn.c_proj', 'c_proj'])], ids=str)
@@ -28,16 +26,14 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     idx = tokens(model, 2, 16)
     before = {name: w.clone() for name, w in model.state_dict().items()}
     logits = model(idx).detach()
-    flops = flops_per_token(model)
     with pytest.raises(ValueError, match="'q_proj' is not the name of linear layers.* attn.c_attn"):
         weights.add_lora(model, 3, 6.0, [*targets, 'q_proj'])
     weights.add_lora(model, 3, 6.0, targets)
-    assert torch.equal(model(idx), logits) and flops_per_token(model) < flops
+    assert torch.equal(model(idx), logits)
     adapters = {name: w for name, w in model.state_dict().items() if '.lora_' in name}
     assert {name for name, w in model.named_parameters() if w.requires_grad} == set(adapters)
     for name, w in adapters.items():  # as PEFT: A has this deviation, B is zero
-        expected = (3 * w.shape[1]) ** -0.5 if name.endswith('a') else 0.0
-        assert w.std().item() == pytest.approx(expected, rel=0.6)
+        assert w.std().item() == pytest.approx((3 * w.shape[1]) ** -0.5 * name.endswith('a'), rel=0.6)
         w += torch.randn_like(w) * 0.1
     model(idx, idx)[0].backward()
     assert all((w.grad is not None and bool(w.grad.any())) == w.requires_grad for w in model.parameters())
@@ -145,17 +141,17 @@ def test_fine_tuning_equals_a_loop_with_transformers(rank, tmp_path, monkeypatch
     assert expected[0] - expected[-1] > 0.05
     run('zoo/hub.py', 'export', 'out', 'copy')
     merged = transformers.AutoModelForCausalLM.from_pretrained('copy')
-    assert merged.dtype == torch.float32
     with torch.no_grad():
         near(merged(idx).logits, theirs.eval()(idx).logits)
-    assert transformers.AutoTokenizer.from_pretrained('copy')('abc')['input_ids'] == [97, 98, 99]
     if rank:
-        transformers.LlamaForCausalLM(theirs.config).save_pretrained('theirs')
+        other = transformers.LlamaForCausalLM.from_pretrained('theirs')
+        other.model.embed_tokens.weight.data[3] *= 2  # the blocks are the same
+        other.save_pretrained('theirs')
         with pytest.raises(ValueError, match='trained on other weights than those in'):
             load('out')
 
 
-def test_adapters_find_a_base_that_has_moved(folder, monkeypatch):
+def test_adapters_find_a_base_that_has_moved(folder):
     train('--out_dir=old/base', '--max_iters=2')
     ended = train('--out_dir=old/lora', '--init_from=old/base', '--lora_rank=2', '--max_iters=2')
     os.rename('old', 'new')
@@ -171,27 +167,9 @@ def test_adapters_find_a_base_that_has_moved(folder, monkeypatch):
     os.rename('base', 'new/lora/base')
     check()
     run('train.py', '--out_dir=new/lora', '--init_from=resume', '--max_iters=3')
-    checkpoint = torch.load('new/lora/ckpt.pt')
-    checkpoint['lora']['base'] = 'us/gone'
-    torch.save(checkpoint, 'new/lora/ckpt.pt')
-    assert load('new/lora')[2]['iter_num'] == 3
     train('--out_dir=new/lora/base', '--max_iters=2', '--seed=2')
     with pytest.raises(ValueError, match='trained on other weights than those in .*new/lora/base/ckpt.pt'):
         load('new/lora')
-    os.rename('new/lora/base', 'base')
-    monkeypatch.setattr(pytest.importorskip('huggingface_hub').constants, 'HF_HUB_OFFLINE', True)
-    with pytest.raises(FileNotFoundError, match=rf'for us/gone, which is missing \(us/gone .*: {place}'):
-        load('new/lora')
-
-
-@torch.no_grad()
-def test_eight_bits_stand_for_their_weights():
-    """In bfloat16; test_sample.py compares float32 with the dequantized weights."""
-    model = tiny(n_kv_head=2, n_expert=4, n_shared_expert=1).bfloat16()
-    idx = tokens(model, 2, 12)
-    exact = model(idx)
-    weights.quantize_weights(model, torch.bfloat16)
-    assert 0 < (model(idx) - exact).norm() < 0.05 * exact.norm()
 
 
 class Outward(flat.Attention):

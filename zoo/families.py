@@ -18,28 +18,29 @@ from model import LOCAL, MOST_LAYERS, ROPE_SCALINGS, GPTConfig, letter, rope_tab
 class Family(typing.NamedTuple):
     """How transformers stores one model_type.
 
-    To add a family, change a similar one. If new names are not enough, use a Rule for a field, and `rows`
-    or `layouts` for a tensor. A field of config.json that no table mentions raises an error if transformers
-    reads it and its value is not the default. So run `python .ci/defaults.py` after you add a family.
+    To add a family, change a similar one: see `like`. If new names are not enough, use a Rule for a field,
+    and `rows` or `layouts` for a tensor. A field of config.json that no column mentions raises an error if
+    transformers reads it and its value is not the default. So run `python .ci/defaults.py` after you add a
+    family.
     """
     arch: str                   # the class in transformers
-    fields: dict                # GPTConfig's field: config.json's fields; the first one found counts
+    fields: dict                # GPTConfig's field: config.json's fields, if FIELDS does not fit; '': none
     fixed: dict                 # values of fields that config.json lacks
     names: dict                 # our module or tensor: transformers' names, or a function of the
     #                             config. Names divide the rows in order. E is an expert's number.
     #                             'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
-    rules: tuple = ()
+    rules: dict = {}            # fields of config.json: a Rule for them
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each
     #                             fused projection) -> our row numbers for each stored tensor
     layouts: dict = {}          # our tensor: Layout
     layers: str = 'L'           # letters of LAYER_TYPES, repeated, if config.json has no layer_types
     exports: bool = True        # False: cannot be written
+    defaults: dict = {}         # config.json's fields that transformers reads, and their defaults
 
 
 class Rule(typing.NamedTuple):
-    """Fields of config.json that need more than a name."""
-    names: str                  # the fields; None if config.json and its family have no value
+    """Converts fields of config.json that need more than a name. A field without a value is None."""
     read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields): sets fields
     write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json): sets config.json
 
@@ -51,20 +52,23 @@ class Layout(typing.NamedTuple):
 
 
 def like(base, arch=None, **changes):
-    """The family `base` with changes. Dicts are merged; None removes an entry."""
+    """The family `base` with changes. A dict adds entries, also `rules`; None removes an entry. Other columns
+    replace the base's."""
     for key, value in changes.items():
         if isinstance(value, dict):
             merged = getattr(base, key) | value
-            changes[key] = {name: one for name, one in merged.items() if one is not None}
+            changes[key] = {name: one for name, one in merged.items() if value.get(name, name) is not None}
     return base._replace(arch=arch or base.arch, **changes)
 
 
-FAMILIES = {}  # model_type: Family
+FAMILIES = {}  # model_type: Family. Exports use the first that fits
+DEFAULTS = json.loads((ROOT / 'zoo/defaults.json').read_text())  # model_type: Family.defaults
 
 
 def add(kind, base, arch=None, **changes):
     """Adds a family, `base` with changes. base: a Family or its model_type."""
-    FAMILIES[kind] = like(base if isinstance(base, Family) else FAMILIES[base], arch, **changes)
+    base = base if isinstance(base, Family) else FAMILIES[base]
+    FAMILIES[kind] = like(base._replace(defaults=DEFAULTS.get(kind, base.defaults)), arch, **changes)
 
 
 def same(names):
@@ -130,12 +134,6 @@ def ordered(ours, *stored, groups=None):
     return rows
 
 
-def rows_codegen(config, *qkv):
-    """Stores queries, values and keys per quarter of heads."""
-    q, k, v = rows_interleaved(config, *qkv)
-    return [shares(4, q, v, k)]
-
-
 def rows_latent_query(config, query):
     """Interleaves the last rows of each head, which rotate."""
     width = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -164,10 +162,10 @@ def rows_mamba_convolution(config, rows):
 # rules ------------------------------------------------------------------------------------------------------
 
 def converted(ours, theirs, read, write):
-    """The Rule of a field. read: (config.json's value, GPTConfig's fields) -> our value; write:
+    """The rule of a field. read: (config.json's value, GPTConfig's fields) -> our value; write:
     GPTConfig -> config.json's value."""
-    return Rule(theirs, lambda c, args: c[theirs] is None or args.update({ours: read(c[theirs], args)}),
-                lambda config, c: c.update({theirs: write(config)}))
+    return {theirs: Rule(lambda c, args: c[theirs] is None or args.update({ours: read(c[theirs], args)}),
+                         lambda config, c: c.update({theirs: write(config)}))}
 
 
 def width_of_shared(config):
@@ -176,7 +174,7 @@ def width_of_shared(config):
 
 
 def shared_width(theirs):
-    """The Rule of the total width of all shared experts."""
+    """The rule of the total width of all shared experts."""
     return converted('n_shared_expert', theirs, lambda width, args: width and width // args['d_expert'],
                      width_of_shared)
 
@@ -192,38 +190,33 @@ def letters(config, pattern):
 
 
 def worded(pattern, theirs, words):
-    """The Rule of a list with one word per layer. words: {our letter: word}."""
+    """The rule of a list with one word per layer. words: {our letter: word}."""
     ours = {word: one for one, word in words.items()}
 
     def read(c, args):
         if c[theirs]:
             args[pattern] = ''.join(ours.get(word, '?') for word in c[theirs])
-    return Rule(theirs, read, lambda config, c: c.update(
-        {theirs: [words.get(one) for one in letters(config, pattern)]}))
+    return {theirs: Rule(read, lambda config, c: c.update(
+        {theirs: [words.get(one) for one in letters(config, pattern)]}))}
 
 
 def listed(pattern, theirs, marked, others):
-    """The Rule of a list of the layers with letter `marked`. Other layers have letter `others`."""
+    """The rule of a list of the layers with letter `marked`. Other layers have letter `others`."""
     def read(c, args):
         if c[theirs] is not None:
             args[pattern] = ''.join(marked if i in c[theirs] else others for i in range(args['n_layer']))
-    return Rule(theirs, read, lambda config, c: c.update(
-        {theirs: [i for i, one in enumerate(letters(config, pattern)) if one == marked]}))
+    return {theirs: Rule(read, lambda config, c: c.update(
+        {theirs: [i for i, one in enumerate(letters(config, pattern)) if one == marked]}))}
 
 
 def only(theirs, allowed):
-    """The Rule of a field with few supported values. allowed: GPTConfig's fields -> these values."""
-    return Rule(theirs, lambda c, args: c[theirs] in allowed(args) or refuse(c, **{theirs: c[theirs]}))
+    """The rule of a field with few supported values. allowed: GPTConfig's fields -> these values."""
+    return {theirs: Rule(lambda c, args: c[theirs] in allowed(args) or refuse(c, **{theirs: c[theirs]}))}
 
 
 def every(pattern, theirs, usual, other):
-    """The Rule for a field with a number n: every n-th layer has the letter `other`."""
-    return Rule(theirs, lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))
-
-
-def read_gpt_neo(c, args):
-    types = c['attention_types'] or [(('global', 'local'), 12)]
-    args['window_pattern'] = ''.join('LS'[word == 'local'] for words, n in types for word in words * n)
+    """The rule of a field with a number n: every n-th layer has the letter `other`."""
+    return {theirs: Rule(lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))}
 
 
 def read_falcon(c, args):
@@ -372,15 +365,6 @@ def head_width(args):
     return args.get('head_dim') or args['n_embd'] // args['n_head']
 
 
-def read_rotary_dim(c, args):
-    if c['rotary_dim']:
-        args['partial_rotary_factor'] = c['rotary_dim'] / head_width(args)
-
-
-def write_rotary_dim(config, c):
-    c['rotary_dim'] = config.rope_dim
-
-
 def read_rope_where_short(c, args):
     if c['sliding_window']:  # only layers with a window have positions
         args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
@@ -414,8 +398,6 @@ def write_layer_rope(config, c):
 
 def read_hunyuan(c, args):
     """Replaces a dynamic scaling with alpha by a larger base."""
-    if isinstance(args.get('n_expert_active'), list):  # one number per layer
-        args['n_expert_active'], = {*args['n_expert_active']}
     width = head_width(args)
     alpha = c['rope_parameters'].get('alpha')
     if alpha and args['rope_scaling']['rope_type'] == 'dynamic':
@@ -430,28 +412,40 @@ def read_minimind(c, args):
         args['n_expert'] = 0
 
 
-NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N'),
-           worded('pos_pattern', 'no_rope_layers', dict(P=1, N=0)))
+UNUSED = Rule()  # fields that change no logits
+NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N')
+           | worded('pos_pattern', 'no_rope_layers', dict(P=1, N=0)))
 MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(D='dense', E='sparse'))
 DENSE_LAYERS = listed('expert_pattern', 'mlp_only_layers', 'D', 'E')
-LENGTH_SCALE = Rule('', read_ministral3, write_ministral3)
+LENGTH_SCALE = {'rope_parameters': Rule(read_ministral3, write_ministral3)}
 LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
                            lambda config: 1 / config.logit_scale)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
-LOCAL_ROPE = Rule('', read_rope_where_short)
-ROPE_WHERE_SHORT = Rule('', read_rope_where_short, write_rope_where_short)
+LOCAL_ROPE = {'sliding_window': Rule(read_rope_where_short)}
+ROPE_WHERE_SHORT = {'sliding_window': Rule(read_rope_where_short, write_rope_where_short)}
 
 
 # the table --------------------------------------------------------------------------------------------------
 
+FIELDS = dict(  # GPTConfig's field: config.json's fields. A family has those that transformers reads
+    same('vocab_size tie_word_embeddings head_dim mlp_bias norm_topk_prob routed_scaling_factor n_group '
+         'topk_group kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
+         'linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
+    block_size='max_position_embeddings n_positions max_seq_len',
+    n_layer='num_hidden_layers n_layer n_layers', n_head='num_attention_heads n_head n_heads',
+    n_kv_head='num_key_value_heads',
+    n_embd='hidden_size n_embd d_model', d_ff='intermediate_size n_inner ffn_dim',
+    norm_eps='rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon',
+    mlp='hidden_act activation_function activation mlp_hidden_act', qkv_bias='attention_bias',
+    proj_bias='attention_bias', n_expert='num_experts num_local_experts n_routed_experts moe_num_experts',
+    n_expert_active='num_experts_per_tok num_experts_per_token top_k_experts moe_k moe_topk',
+    d_expert='moe_intermediate_size', n_shared_expert='num_shared_experts n_shared_experts '
+    'moe_num_shared_experts', n_dense_layer='first_k_dense_replace num_dense_layers moe_layer_start_index',
+    attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping',
+    linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads')
 BASE = Family(
-    arch='LlamaForCausalLM', layer='model.layers.N.',
-    fields=dict(
-        same('vocab_size head_dim tie_word_embeddings'), block_size='max_position_embeddings',
-        n_layer='num_hidden_layers', n_head='num_attention_heads', n_kv_head='num_key_value_heads',
-        n_embd='hidden_size', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
-        qkv_bias='attention_bias', proj_bias='attention_bias'),
-    fixed=dict(qk_norm=False),
+    arch='LlamaForCausalLM', layer='model.layers.N.', fields={}, fixed=dict(qk_norm=False),
+    defaults=DEFAULTS['llama'],
     names={
         'wte': 'model.embed_tokens', 'ln_f': 'model.norm', 'lm_head': 'lm_head',
         'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm',
@@ -466,28 +460,23 @@ BASE = Family(
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'},
     layouts={'attn.conv': CONVOLUTION})
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
-add('llama', BASE, fields=same('mlp_bias'))
-NO_BIAS = dict.fromkeys(('qkv_bias', 'proj_bias'))
-add('mistral', BASE, 'MistralForCausalLM', layers='S', fields=NO_BIAS)
+add('llama', BASE)
+add('mistral', BASE, 'MistralForCausalLM', layers='S')
 add('qwen2', 'mistral', 'Qwen2ForCausalLM', fixed=dict(qkv_bias=True), layers='SL')
 add('qwen3', BASE, 'Qwen3ForCausalLM', fixed=dict(qk_norm=True), layers='SL')
 add(
     'olmo2', BASE, 'Olmo2ForCausalLM',
     fixed=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
-EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
-               n_expert_active='num_experts_per_tok experts_per_token', d_expert='intermediate_size')
+EXPERTS = dict(d_expert='intermediate_size')  # the MLPs are the experts
 add(
     'mixtral', 'mistral', 'MixtralForCausalLM', fields=EXPERTS,
     names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
-QWEN_EXPERTS = dict(
-    n_expert='num_experts num_local_experts', n_expert_active='num_experts_per_tok',
-    d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
 FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
-add('qwen3_moe', 'qwen3', 'Qwen3MoeForCausalLM', layers='S', fields=QWEN_EXPERTS, rules=(DENSE_LAYERS,))
+add('qwen3_moe', 'qwen3', 'Qwen3MoeForCausalLM', layers='S', rules=DENSE_LAYERS)
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
@@ -497,9 +486,8 @@ SHARED_MLP = {'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_pro
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 add(
-    'qwen3_next', 'qwen3_moe', 'Qwen3NextForCausalLM', layers='DDDL', fields=dict(
-        same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
-        linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads', mlp=None),
+    'qwen3_next', 'qwen3_moe', 'Qwen3NextForCausalLM', layers='DDDL',
+    fields=dict(mlp=''),  # hidden_act also changes the convolutions
     fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
@@ -507,46 +495,33 @@ add(
            'D.attn.c_proj': 'linear_attn.out_proj'},
     rows={'attn.c_attn': ordered('qkvg', 'qg', 'k', 'v', groups='n_head'),
           'D.attn.c_attn': ordered('qkvzba', 'qkvz', 'ba', groups='linear_n_key_head')},
-    layouts=PLUS_ONE_NORMS, rules=(DENSE_LAYERS, SHARED_EXPERT))
+    layouts=PLUS_ONE_NORMS, rules=SHARED_EXPERT)
 add(
-    'qwen3_5_moe_text', 'qwen3_next', 'Qwen3_5MoeForCausalLM', fields=dict(norm_topk_prob=None),
-    rules=(SHARED_EXPERT,),
+    'qwen3_5_moe_text', 'qwen3_next', 'Qwen3_5MoeForCausalLM',
+    rules={'mlp_only_layers': None},
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': ordered('qkvzba', 'qkv', 'z', 'b', 'a')})
-DEEPSEEK_EXPERTS = like(
-    BASE,
-    fields=dict(n_shared_expert='n_shared_experts',
-                n_expert='n_routed_experts num_local_experts num_experts',
-                n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
-                n_dense_layer='first_k_dense_replace',
-                **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
-    fixed=dict(router='sigmoid', balance_bias=True))
+DEEPSEEK_EXPERTS = like(  # mlp_bias: only dense layers have it
+    BASE, fields=dict(mlp_bias=''), fixed=dict(router='sigmoid', balance_bias=True))
 LATENT = dict(
     fixed=dict(latent_norm_eps=1e-6),
-    fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
-                n_kv_head=None, head_dim=None),
+    fields=dict(n_kv_head='', head_dim=''),
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
-    rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
-WRITE_LATENT = Rule('', write=write_latent)
-add('deepseek_v3', like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
-add('youtu', like(BASE, **LATENT), 'YoutuForCausalLM', rules=(WRITE_LATENT,))
+    rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query},
+    rules={'num_key_value_heads head_dim': Rule(write=write_latent)})
+add('deepseek_v3', like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM')
+add('youtu', like(BASE, **LATENT), 'YoutuForCausalLM')
 add(
     'deepseek_v32', 'deepseek_v3', 'DeepseekV32ForCausalLM', exports=False,
-    rules=(MLP_TYPES, Rule('index_topk', read_indexer)))
-TOKEN_CHOICE = dict(n_expert='num_experts num_local_experts', n_shared_expert='num_shared_experts',
-                    norm_topk_prob=None, n_group=None, topk_group=None)
-add(
-    'flex_olmo', 'olmo2', 'FlexOlmoForCausalLM',
-    fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
-add('bloom', Family(
-    arch='BloomForCausalLM', layer='transformer.h.N.',
-    fields=dict(same('vocab_size tie_word_embeddings'), block_size='seq_length',
-                n_layer='n_layer num_hidden_layers', n_head='n_head num_attention_heads',
-                n_embd='hidden_size n_embed', norm_eps='layer_norm_epsilon'),
+    rules={**MLP_TYPES, 'index_topk': Rule(read_indexer),
+           'index_head_dim index_n_heads index_skip_topk_offset index_topk_freq index_topk_pattern '
+           'indexer_types': UNUSED})
+BLOOM = Family(
+    arch='BloomForCausalLM', layer='transformer.h.N.', fields={},
     fixed=dict(block_size=2048, norm='layernorm', bias=True, qk_norm=False, pos='alibi',
                mlp='gelu_tanh', embed_norm=True),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
@@ -554,44 +529,45 @@ add('bloom', Family(
            'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
            'attn.c_proj': 'self_attention.dense', 'mlp.c_fc': 'mlp.dense_h_to_4h',
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
-    rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')}))
+    rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')}, rules={'slow_but_exact': UNUSED})
+add('bloom', BLOOM, fields=dict(block_size='seq_length', n_embd='hidden_size n_embed'))
 add(
-    'falcon', 'bloom', 'FalconForCausalLM',
-    fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
+    'falcon', BLOOM, 'FalconForCausalLM',
+    fields=dict(n_layer='num_hidden_layers n_layer', bias='bias', head_dim='',
                 n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv',
-                d_ff='ffn_hidden_size', mlp='activation'),
+                d_ff='ffn_hidden_size'),
     fixed=dict(norm_bias=True, pos='rope', embed_norm=False),
     names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
            'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
                                    else 'post_attention_layernorm')},
-    rules=(Rule('alibi multi_query parallel_attn new_decoder_architecture num_ln_in_parallel_attn',
-                read_falcon, write_falcon),))
+    rules={'alibi multi_query parallel_attn new_decoder_architecture num_ln_in_parallel_attn':
+           Rule(read_falcon, write_falcon)})
 
-GPT = like(  # without GPT-2's transposed weights
-    FAMILIES['bloom'], 'GPT2LMHeadModel', rows={'attn.c_attn': None},
+
+add(
+    'gpt2', BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None},
     fixed=dict(pos='learned', embed_norm=False),
-    fields=dict(block_size='n_positions max_position_embeddings', n_embd='n_embd hidden_size',
-                d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
-           'mlp.c_proj': 'mlp.c_proj'})
-
-
-GEMMA = Rule('', read_gemma)
+           'mlp.c_proj': 'mlp.c_proj'},
+    layouts=dict.fromkeys(
+        ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight'), TRANSPOSED),
+    rules={'add_cross_attention attention_softmax_in_fp32 reorder_and_upcast_attn '
+           'scale_attention_softmax_in_fp32': UNUSED})
+add('gpt_bigcode', 'gpt2', 'GPTBigCodeForCausalLM', fixed=dict(n_kv_head=1),
+    layouts=dict.fromkeys(FAMILIES['gpt2'].layouts))
 add(
     'gemma2', BASE, 'Gemma2ForCausalLM', layers='SL',
-    fields=dict(mlp=None,  # transformers ignores hidden_act
-                attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
+    fields=dict(mlp=''),  # transformers ignores hidden_act
     fixed=dict(norm_placement='sandwich', mlp='geglu_tanh'),
     names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
-    rules=(GEMMA, converted(
+    rules={'hidden_size': Rule(read_gemma), **converted(
         'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
-        lambda config: round(scale(config) ** -2))))
+        lambda config: round(scale(config) ** -2))})
 add(
     'gemma4_text', 'gemma2', 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
-    fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
-                n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
+    fields=dict(k_eq_v='attention_k_eq_v'),
     fixed=dict(qk_norm=True, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
                expert_norms=True),
     names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
@@ -601,61 +577,54 @@ add(
            'mlp.shared.c_fc': 'mlp.gate_proj mlp.up_proj', 'mlp.shared.c_proj': 'mlp.down_proj',
            'mlp.experts.c_fc.weight': 'experts.gate_up_proj',
            'mlp.experts.c_proj.weight': 'experts.down_proj'},
-    rules=(GEMMA, only('use_bidirectional_attention', lambda args: (None, 'vision')),
-           only('hidden_size_per_layer_input', lambda args: (None, 0)),
-           Rule('per_layer_config global_head_dim num_global_key_value_heads enable_moe_block',
-                read_gemma4, write_gemma4)))
+    rules={'query_pre_attn_scalar': None,
+           **only('use_bidirectional_attention', lambda args: (None, 'vision')),
+           **only('hidden_size_per_layer_input', lambda args: (None, 0)),  # unused without it:
+           'use_double_wide_mlp vocab_size_per_layer_input': UNUSED,
+           'per_layer_config global_head_dim num_global_key_value_heads enable_moe_block':
+           Rule(read_gemma4, write_gemma4)})
 INTERLEAVED = {'attn.c_attn': rows_interleaved}
-add(
-    'gptj', GPT, 'GPTJForCausalLM',
-    fixed=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True),
-    names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
-           'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
-    rows=INTERLEAVED,
-    rules=(Rule('rotary_dim', read_rotary_dim, write_rotary_dim),))
 LAYERNORM = dict(norm='layernorm', norm_bias=True)
 
 add(
-    'glm', BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
+    'glm', BASE, 'GlmForCausalLM', fields=dict(proj_bias=''), rows=INTERLEAVED,
     fixed=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 add(
-    'granite', 'llama', 'GraniteForCausalLM', rules=(LOGITS_SCALING,),
+    'granite', 'llama', 'GraniteForCausalLM', rules=LOGITS_SCALING,
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
                 residual_scale='residual_multiplier'))
 add(
-    'granitemoe', 'granite', 'GraniteMoeForCausalLM', fields=dict(EXPERTS, mlp_bias=None),
+    'granitemoe', 'granite', 'GraniteMoeForCausalLM', fields=EXPERTS,
     names={'mlp.router': 'block_sparse_moe.router.layer',
            'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
 WINDOWS_AND_SINKS = dict(layers='LSSS', fixed=dict(attn_sink=True))
-LAYER_ROPE = Rule('layer_rope_theta', read_layer_rope, write_layer_rope)
+LAYER_ROPE = {'layer_rope_theta': Rule(read_layer_rope, write_layer_rope)}
 add(
     'hunyuan_v1_dense', BASE, 'HunYuanDenseV1ForCausalLM',
     fixed=dict(qk_norm='rotated'),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
-    rules=(Rule('', read_hunyuan),))
+    rules={'rope_parameters': Rule(read_hunyuan)})
 add(
-    'cohere', BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps', logit_scale='logit_scale'),
+    'cohere', BASE, 'CohereForCausalLM', fields=same('logit_scale'),
     rows=INTERLEAVED,
     fixed=dict(norm='layernorm', norm_placement='parallel'))
 add('arcee', 'llama', 'ArceeForCausalLM', names={'mlp.c_fc': 'mlp.up_proj'})
-add(
-    'lfm2', BASE, 'Lfm2ForCausalLM', layers='L' * 999 + 'C',
-    fields=dict(NO_BIAS, norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
-                linear_conv_kernel_dim='conv_L_cache'),
+LFM = like(
+    BASE, layers='L' * 999 + 'C', fields=dict(linear_conv_kernel_dim='conv_L_cache'),
     fixed=dict(qk_norm=True),
     names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
            'attn.q_norm': 'self_attn.q_layernorm', 'attn.k_norm': 'self_attn.k_layernorm',
            'attn.c_proj': 'self_attn.out_proj', 'attn.conv': 'conv.conv.weight',
            'C.attn.c_attn': 'conv.in_proj', 'C.attn.c_proj': 'conv.out_proj',
            'mlp.c_fc': 'feed_forward.w1 feed_forward.w3',
-           'mlp.c_proj': 'feed_forward.w2'},
-    rules=(Rule('block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of',
-                read_lfm2, write_lfm2), listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')))
-TIME_STEPS = only('time_step_limit', lambda args: (
-    None, [0, float('inf')], [0, 1e308], [0, {'__float__': 'Infinity'}]))
+           'mlp.c_proj': 'feed_forward.w2'})
+add(
+    'lfm2', LFM, 'Lfm2ForCausalLM', fields=dict(d_ff='block_ff_dim intermediate_size'),
+    rules={'block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of':
+           Rule(read_lfm2, write_lfm2), **listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')})
 MAMBA = dict(
     names={'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
            'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
@@ -666,82 +635,71 @@ MAMBA = dict(
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
                 linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
                 linear_conv_bias='mamba_conv_bias'),
-    rules=(converted(
+    rules={'mamba_d_head': UNUSED, **only('time_step_limit', lambda args: (
+        None, [0, float('inf')], [0, 1e308], [0, {'__float__': 'Infinity'}])), **converted(
         'linear_value_head_dim', 'mamba_expand',
         lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
-        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd),
-        TIME_STEPS))
+        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd)})
 add(
     'bamba', like(FAMILIES['llama'], **MAMBA), 'BambaForCausalLM',
     fixed=dict(partial_rotary_factor=0.5, mixer_pattern='B'),
     names={**renamed('llama', 'mlp', 'feed_forward'), 'ln_2': 'pre_ff_layernorm',
            'ln_f': 'model.final_layernorm'},
-    rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A', 'B')))
+    rules=listed('mixer_pattern', 'attn_layer_indices', 'A', 'B'))
 add(
-    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=None),
+    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=''),
     fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
-    rules=(WRITE_LATENT, Rule('topk_method', write=write_deepseek_v2)))
+    rules={'topk_method': Rule(write=write_deepseek_v2)})
 add(
-    'gpt_neox', 'bloom', 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-    fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
-            'norm_eps': 'layer_norm_eps'},
+    'gpt_neox', BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
+    fields=dict(head_dim=''),
     fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
     names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
-    rules=(converted('norm_placement', 'use_parallel_residual',
-                     lambda given, args: 'parallel_2' if given else 'pre',
-                     lambda config: config.norm_placement == 'parallel_2'),
-           Rule('', write=lambda config, c: c.update(
-               rotary_emb_base=config.rope_base, rotary_pct=config.partial_rotary_factor))))
-add('gpt2', GPT, layouts=dict.fromkeys(
-    ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight'), TRANSPOSED))
+    rules={**converted('norm_placement', 'use_parallel_residual',
+                       lambda given, args: 'parallel_2' if given else 'pre',
+                       lambda config: config.norm_placement == 'parallel_2'),
+           'rotary_emb_base rotary_pct': Rule(write=lambda config, c: c.update(
+               rotary_emb_base=config.rope_base, rotary_pct=config.partial_rotary_factor)),
+           'head_dim is_decoder': UNUSED})
 add(
-    'mpt', 'bloom', 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
-    fields=dict(block_size='max_seq_len', n_layer='n_layers num_hidden_layers', n_embd='d_model hidden_size',
-                n_head='n_heads num_attention_heads',
-                attn_scale='softmax_scale'),
+    'mpt', BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
+    fields=dict(attn_scale='softmax_scale'),
     fixed=dict(bias=False, mlp='gelu', embed_norm=False),
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
-    rules=(Rule('', write=write_mpt),))
+    rules={'attn_config': Rule(write=write_mpt), 'init_device learned_pos_emb': UNUSED})
 add('olmo3', 'olmo2', 'Olmo3ForCausalLM', layers='SSSL', fixed=dict(local={}))
 add(
     'gemma3_text', 'gemma2', 'Gemma3ForCausalLM', layers='SSSSSL',
-    fixed=dict(qk_norm=True, local={}),
-    rules=FAMILIES['gemma2'].rules)
+    fixed=dict(qk_norm=True, local={}))
 add('gemma4_unified_text', 'gemma4_text', 'Gemma4UnifiedForCausalLM')
 add(
-    'lfm2_moe', 'lfm2', 'Lfm2MoeForCausalLM', rules=(), fields=dict(
-        QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
-        routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
+    'lfm2_moe', LFM, 'Lfm2MoeForCausalLM', fields=dict(balance_bias='use_expert_bias'),
     fixed=dict(router='sigmoid'),
     names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
            'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
            'mlp.experts.c_proj': 'feed_forward.experts.E.w2'})
 add(
-    'lfm3', 'lfm2', 'Lfm3ForCausalLM', layers='C' + 'CLCS' * 99, rules=(),
+    'lfm3', LFM, 'Lfm3ForCausalLM', layers='C' + 'CLCS' * 99,
     fixed=dict(norm_placement='sandwich', attn_gate='head', local={}),
-    fields=dict(d_ff='intermediate_size'),
+    fields=dict(qkv_bias='', proj_bias=''),
     names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
            'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_operator_norm', 'ln_3': 'ffn_norm',
            'ln_4': 'post_ffn_norm'})
 add(
     'granitemoehybrid', like(FAMILIES['granitemoe'], **MAMBA), 'GraniteMoeHybridForCausalLM',
-    layers='B' * 999 + 'L', fields=dict(mlp=None, d_ff=None),
+    layers='B' * 999 + 'L', fields=dict(mlp='', d_ff=''),
     names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
            'mlp.c_proj': 'shared_mlp.output_linear'},
-    rules=(*MAMBA['rules'], LOGITS_SCALING,
-           Rule('position_embedding_type shared_intermediate_size',
-                read_granite_hybrid, write_granite_hybrid)))
+    rules={'position_embedding_type shared_intermediate_size':
+           Rule(read_granite_hybrid, write_granite_hybrid)})
 add(
     'nemotron_h', 'bamba', 'NemotronHForCausalLM', layer=nemotron_layer,
-    fields=dict(NO_BIAS, mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon',
-                tie_word_embeddings=None, n_expert='n_routed_experts num_local_experts',
-                n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
-                linear_n_key_head='n_groups',
-                **same('norm_topk_prob routed_scaling_factor n_group topk_group'),
-                linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
+    fields=dict(n_layer='', tie_word_embeddings='', qkv_bias='', proj_bias='', n_shared_expert='',
+                linear_n_key_head='n_groups', linear_n_value_head='mamba_num_heads',
+                linear_key_head_dim='ssm_state_size',
                 linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                 linear_conv_bias='use_conv_bias'),
     fixed=dict(n_layer=0, pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
@@ -751,18 +709,21 @@ add(
            'mlp.c_fc': 'mixer.up_proj',
            'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
            'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
-    rules=(Rule('layers_block_type layer_types hybrid_override_pattern num_hidden_layers',
-                read_nemotron_h, write_nemotron_h), TIME_STEPS,
-           shared_width('moe_shared_expert_intermediate_size')))
+    rules={'attn_layer_indices': None, 'mamba_expand': None,
+           'layers_block_type layer_types hybrid_override_pattern num_hidden_layers':
+           Rule(read_nemotron_h, write_nemotron_h),
+           **shared_width('moe_shared_expert_intermediate_size'),
+           'attention_bias chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap '
+           'n_shared_experts rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max '
+           'time_step_min use_mamba_kernels': UNUSED})
 add(
     'kimi_linear', 'deepseek_v3', 'KimiLinearForCausalLM', layers='K' + 'KKKM' * 99,
-    fields=dict(block_size='model_max_length max_position_embeddings',
+    fields=dict(block_size='model_max_length max_position_embeddings', n_group='num_expert_group n_group',
                 n_expert='num_experts num_local_experts',
                 n_expert_active='num_experts_per_token num_experts_per_tok',
-                n_shared_expert='num_shared_experts n_shared_experts', n_group='num_expert_group n_group',
-                norm_topk_prob='moe_renormalize norm_topk_prob',
-                linear_n_key_head='linear_num_heads', linear_key_head_dim='linear_head_dim',
-                linear_conv_kernel_dim='linear_conv_kernel_dim'),
+                n_shared_expert='num_shared_experts n_shared_experts',
+                norm_topk_prob='moe_renormalize norm_topk_prob', linear_n_key_head='linear_num_heads',
+                linear_key_head_dim='linear_head_dim'),
     fixed=dict(pos='none'),
     names={**renamed('deepseek_v3', 'mlp', 'block_sparse_moe'),
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
@@ -775,10 +736,9 @@ add(
            'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
     rows={'attn.c_attn': None, 'attn.conv': rows_convolution},
     layouts={'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
-    rules=(WRITE_LATENT, MLP_TYPES, Rule('linear_attn_config', read_kimi_linear)))
+    rules={**MLP_TYPES, 'linear_attn_config': Rule(read_kimi_linear)})
 add(
     'phi', BASE, 'PhiForCausalLM',
-    fields=dict(NO_BIAS, norm_eps='layer_norm_eps'),
     fixed=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                partial_rotary_factor=0.5),
     names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
@@ -786,7 +746,7 @@ add(
 add('smollm3', 'llama', 'SmolLM3ForCausalLM', layers='SL', rules=NO_ROPE)
 add(
     'gpt_oss', BASE, 'GptOssForCausalLM', layers='SL',
-    fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit'),
+    fields=dict(EXPERTS, mlp='', mlp_limit='swiglu_limit'),
     fixed=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True),
     names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router',
            'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
@@ -794,20 +754,18 @@ add(
     rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS)
 add(
     'minimind', 'qwen3_moe', 'MiniMindForCausalLM', exports=False,  # transformers lacks it
-    rules=(Rule('use_moe n_routed_experts', read_minimind),))
+    rules={'use_moe n_routed_experts': Rule(read_minimind)})
 add(
     'qwen2_moe', 'qwen2', 'Qwen2MoeForCausalLM', layers='L',
-    fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
+    fields=same('qkv_bias'),
     fixed=dict(shared_gate=True), names=SHARED_NAMES,
-    rules=(DENSE_LAYERS, SHARED_EXPERT))
+    rules=DENSE_LAYERS | SHARED_EXPERT)
 add('qwen3_5_text', 'qwen3_5_moe_text', 'Qwen3_5ForCausalLM', fixed=dict(shared_gate=None),
-    fields=dict.fromkeys(QWEN_EXPERTS), rules=())
+    rules=dict.fromkeys(SHARED_EXPERT))
 add(
     'gemma', 'gemma2', 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
-    fields=dict(attn_softcap=None, logit_softcap=None),
-    rules=(GEMMA, only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))))  # both mean the latter
-add('vaultgemma', 'gemma2', 'VaultGemmaForCausalLM', fixed=dict(norm_placement='pre'),
-    names={'ln_2': 'pre_feedforward_layernorm'})
+    rules={'query_pre_attn_scalar': None,  # both of these mean the latter
+           **only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))})
 add(
     'phi3', 'mistral', 'Phi3ForCausalLM', fixed=dict(partial_rotary_factor=1.0),
     names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'})
@@ -817,84 +775,54 @@ add(
            'ln_4': 'post_mlp_layernorm'})
 add(
     'hyperclovax', 'granite', 'HyperCLOVAXForCausalLM',
-    fixed=dict(norm_placement='sandwich'), rules=(),
-    fields=dict(logit_scale='logits_scaling', residual_scale=None),
+    fixed=dict(norm_placement='sandwich'), rules=dict.fromkeys(LOGITS_SCALING),
+    fields=dict(logit_scale='logits_scaling', residual_scale=''),
     names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'})
 add(
     'cohere2', 'cohere', 'Cohere2ForCausalLM', layers='SSSL',
-    rules=(ROPE_WHERE_SHORT,))
+    rules=ROPE_WHERE_SHORT)
 add(
     'exaone4', 'mistral', 'Exaone4ForCausalLM', layers='SSSL',
-    fixed=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
+    fixed=dict(qk_norm=True, norm_placement='output'), rules=ROPE_WHERE_SHORT,
     names=FAMILIES['olmo2'].names)
 add('ernie4_5', 'mistral', 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED)
-add('helium', 'llama', 'HeliumForCausalLM', fields=dict(proj_bias=None),
-    rows=INTERLEAVED, exports=False)
 add('seed_oss', 'llama', 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'))
 add('internlm3', 'llama')
-add('iquestcoder', 'llama', exports=False)  # transformers lacks it
+add('iquestcoder', 'llama', exports=False)  # AutoModelForCausalLM lacks it
 add('ministral', 'mistral', 'MinistralForCausalLM', layers='S' * 999 + 'L')
-add('ministral3', 'mistral', 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,))
+add('ministral3', 'mistral', 'Ministral3ForCausalLM', rules=LENGTH_SCALE)
 add(
     'mistral4', 'deepseek_v3', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM lacks it
     fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
-    rules=(LENGTH_SCALE,))
-add(
-    'minicpm3', 'youtu', 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
-    rows=dict.fromkeys(LATENT['rows']),
-    rules=(WRITE_LATENT, Rule('', lambda c, args: args.setdefault('v_head_dim', head_width(args))), converted(
-        'residual_scale', 'scale_depth', lambda given, args: given / args['n_layer'] ** 0.5,
-        lambda config: config.residual_scale * config.n_layer ** 0.5), converted(
-        'logit_scale', 'dim_model_base', lambda given, args: given / args['n_embd'],
-        lambda config: round(config.logit_scale * config.n_embd))))
+    rules=LENGTH_SCALE)
 add('mellum', 'qwen3_moe', 'MellumForCausalLM', layers='L' * 999 + 'S', fixed=dict(local={}),
-    rules=(MLP_TYPES,))
-add(
-    'flint', 'qwen3_moe', 'FlintForCausalLM', layers='?' * 999 + 'SL',  # no pattern by default
-    fixed=dict(n_dense_layer=2, attn_sink=True, router='sigmoid'),
-    names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
-    rules=(DENSE_LAYERS, SHARED_EXPERT, LOCAL_ROPE))
+    rules=MLP_TYPES | dict.fromkeys(DENSE_LAYERS))
 add('granite_swa', 'granite', 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
-    rules=(LOGITS_SCALING, LAYER_ROPE))
+    rules=LAYER_ROPE)
 add(
     'granitemoe_swa', 'granitemoe', 'GraniteMoeSWAForCausalLM', **WINDOWS_AND_SINKS, names={
         **GRANITE_SHARED, 'mlp.router': 'block_sparse_moe.router',
         'mlp.experts.c_fc.weight': 'block_sparse_moe.experts.gate_up_proj',
         'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
-    rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size')))
+    rules=LAYER_ROPE | shared_width('shared_intermediate_size'))
 add(
-    'cwm', 'mistral', 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias'),
-    rules=(Rule('', write=lambda config, c: c.pop('bos_token_id')),))
-add(
-    'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
+    'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias'),
     fixed=LAYERNORM,
     names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'})
-add(
-    'stablelm', 'mistral', 'StableLmForCausalLM', layers='L',
-    fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps'),
-    fixed=dict(LAYERNORM, partial_rotary_factor=0.25))
-add(
-    'nemotron', 'arcee', 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
-    fixed=dict(LAYERNORM, partial_rotary_factor=0.5),
-    layouts=PLUS_ONE_NORMS)
-add('jais2', 'arcee', 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'), fixed=LAYERNORM)
+add('jais2', 'arcee', 'Jais2ForCausalLM', fixed=LAYERNORM)
 add(
     'apertus', 'arcee', 'ApertusForCausalLM',
     exports=False,
     fixed=dict(qk_norm=True),
     names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
            'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'})
-add('olmo', BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None, clip_qkv='clip_qkv'),
-    fixed=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False))
 add(
     'nanochat', BASE, 'NanoChatForCausalLM',
-    fields=dict(logit_softcap='final_logit_softcapping'),
     fixed=dict(qk_norm='rotated', norm_weight=False, embed_norm=True),
     names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped})
 add(
     'opt', 'mistral', 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
-    fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
-                bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
+    fields=dict(bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
                 norm_bias='layer_norm_elementwise_affine'),
     fixed=dict(LAYERNORM, norm_eps=1e-5, pos='learned'),
     names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
@@ -902,74 +830,57 @@ add(
            'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
            'mlp.c_proj': 'fc2'},
     layouts={'wpe.weight': AFTER_TWO},
-    rules=(only('word_embed_proj_dim', lambda args: (None, args['n_embd'])),))
-add('codegen', 'gptj', 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
-    rows={'attn.c_attn': rows_codegen})
+    rules={**only('word_embed_proj_dim', lambda args: (None, args['n_embd'])),
+           '_remove_final_layer_norm init_std layerdrop': UNUSED})
 add(
-    'gpt_neo', GPT, 'GPTNeoForCausalLM', exports=False,
-    fields=dict(block_size='max_position_embeddings', n_layer='num_layers num_hidden_layers',
-                n_head='num_heads num_attention_heads', n_embd='hidden_size', d_ff='intermediate_size',
-                window='window_size'),
-    fixed=dict(qkv_bias=False, attn_scale=1.0),
-    names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
-           'attn.c_proj': 'attn.attention.out_proj'},
-    rules=(Rule('attention_types', read_gpt_neo),))
-add('gpt_bigcode', GPT, 'GPTBigCodeForCausalLM', fixed=dict(n_kv_head=1))
-add(
-    'glm4_moe', DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
+    'glm4_moe', DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias='', qk_norm='use_qk_norm'),
     fixed=dict(partial_rotary_factor=0.5))
-add('solar_open', DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=None, n_dense_layer=None))
+add('solar_open', DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=''))
 add(
     'dots1', DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
     fixed=dict(qk_norm=True))
 add(
     'exaone_moe', DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
-    fields=dict(NO_BIAS, n_expert='num_experts', n_shared_expert='num_shared_experts'),
     fixed=dict(qk_norm=True),
     names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
-    rules=(MLP_TYPES, LOCAL_ROPE))
+    rules=MLP_TYPES | LOCAL_ROPE)
 add(
     'afmoe', DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
-    fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
-                **NO_BIAS),
+    fields=dict(routed_scaling_factor='route_scale', qkv_bias='', proj_bias=''),
     fixed=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
     names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
            'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
-    rules=(LOCAL_ROPE, converted(
+    rules=LOCAL_ROPE | converted(
         'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
-        lambda config: config.embed_scale != 1)))
+        lambda config: config.embed_scale != 1))
 add(
     'hy_v3', DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
-    fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
+    fields=dict(routed_scaling_factor='router_scaling_factor', n_dense_layer='first_k_dense_replace'),
     fixed=dict(qk_norm=True, n_dense_layer=1),
     names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
-    rules=(MLP_TYPES,))
+    rules={**MLP_TYPES, 'enable_moe_fp32_combine': UNUSED})
 add(
     'minimax_m2', 'mixtral', 'MiniMaxM2ForCausalLM', layers='L',
     fixed=dict(qk_norm='whole', router='sigmoid', balance_bias=True,
                partial_rotary_factor=1.0),
     names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
-    rules=(Rule('rotary_dim', read_rotary_dim),))
+    rules=converted('partial_rotary_factor', 'rotary_dim', lambda given, args: given / head_width(args),
+                    lambda config: config.rope_dim))
 add(
     'ernie4_5_moe', 'mistral', 'Ernie4_5_MoeForCausalLM', layers='L',
-    fields=dict(n_expert='moe_num_experts num_experts', n_expert_active='moe_k num_experts_per_tok',
-                d_expert='moe_intermediate_size', n_shared_expert='moe_num_shared_experts',
-                n_dense_layer='moe_layer_start_index'),
     fixed=dict(balance_bias=True),
-    rules=(only('moe_layer_end_index', lambda args: (None, -1, args['n_layer'] - 1)),),
+    rules={**only('moe_layer_end_index', lambda args: (None, -1, args['n_layer'] - 1)),
+           'moe_norm_min': UNUSED},
     names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
     rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW})
 add(
     'glm4_moe_lite', 'deepseek_v3', 'Glm4MoeLiteForCausalLM',
-    fields=dict(qk_rope_head_dim='qk_rope_head_dim head_dim'), fixed=dict(n_dense_layer=1),
-    rules=(WRITE_LATENT, MLP_TYPES))
+    fields=dict(qk_rope_head_dim='qk_rope_head_dim head_dim', n_dense_layer='first_k_dense_replace'),
+    fixed=dict(n_dense_layer=1),
+    rules=MLP_TYPES)
 add('glm_moe_dsa', 'deepseek_v32', 'GlmMoeDsaForCausalLM')
 add(
-    'granitemoeshared', 'granitemoe', 'GraniteMoeSharedForCausalLM', names=GRANITE_SHARED,
-    rules=(LOGITS_SCALING, shared_width('shared_intermediate_size')))
-add(
     'hunyuan_v1_moe', 'hunyuan_v1_dense', 'HunYuanMoEV1ForCausalLM', fixed=dict(n_shared_expert=1),
-    fields=dict(n_expert='num_experts num_local_experts', n_expert_active='moe_topk num_experts_per_tok'),
     names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP})
 add(
     'llama4_text', BASE, 'Llama4ForCausalLM', exports=False,
@@ -984,17 +895,12 @@ add(
            'mlp.shared.c_proj': 'feed_forward.shared_expert.down_proj'},
     rows=INTERLEAVED,
     layouts=TRANSPOSED_EXPERTS,
-    rules=(*NO_ROPE, Rule('attention_chunk_size attn_temperature_tuning attn_scale floor_scale use_qk_norm',
-                          read_llama4),
-           every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E'),
-           listed('expert_pattern', 'moe_layers', 'E', 'D')))
-add('kimi_k2', 'deepseek_v3', exports=False)  # transformers lacks it
-add(
-    'olmoe', 'flex_olmo', 'OlmoeForCausalLM', names=BASE.names, fields=same('clip_qkv'),
-    fixed=dict(norm_placement='pre'))
-# families that exports try, in order
-SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepseek_v3', 'bloom', 'falcon',
-          'gpt2', 'qwen3_5_text', 'youtu', 'glm4_moe')
+    rules={**NO_ROPE, 'attention_chunk_size attn_temperature_tuning attn_scale floor_scale use_qk_norm':
+           Rule(read_llama4), **every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E'),
+           **listed('expert_pattern', 'moe_layers', 'E', 'D')})
+add('kimi_k2', 'deepseek_v3', exports=False,  # transformers lacks it
+    defaults=dict(moe_layer_freq=1, scoring_func='sigmoid', topk_method='noaux_tc'))
+add('olmoe', BASE, 'OlmoeForCausalLM', fields=dict(EXPERTS, clip_qkv='clip_qkv'), fixed=dict(qk_norm='whole'))
 LAYER_TYPES = {  # our mixer's letter; attention is S with a window, L without
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
@@ -1005,9 +911,6 @@ GATED_ACTIVATIONS = {  # transformers' name: ours
 PLAIN_ACTIVATIONS = {
     **same('gelu relu relu2 silu xielu'), 'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh',
     'gelu_fast': 'gelu_tanh'}
-# {model_type: {field: default}}: the fields that transformers' class of this model_type reads. Files may omit
-# them, and other fields change nothing. `python .ci/defaults.py` writes the file
-DEFAULTS = json.loads((ROOT / 'zoo/defaults.json').read_text())
 READ = '''
     attn_config full_attention_interval global_attn_every_n_layers layer_types layers_block_type
     max_window_layers original_max_position_embeddings partial_rotary_factor rope_local_base_freq
@@ -1039,41 +942,51 @@ def read_config(c):
     c = text_config(c)
     kind = c.get('model_type')
     family = family_of(kind)
-    usual = DEFAULTS.get(kind, {})  # a fork's family has none
+    usual = family.defaults
     packed = c.get('quantization_config') or {}
     is_read = packed.get('quant_method') in ('mxfp4', 'fp8')
     if is_read and packed.get('weight_block_size') in (None, [128, 128]):
         c = c | {'quantization_config': None}  # zoo/hub.py reads these
     c = (c.get('attn_config') or {}) | c  # MPT nests these fields
-    rules = ' '.join(rule.names for rule in family.rules).split()
-    ours = ['model_type', *rules, *' '.join(family.fields.values()).split()]
+    rules = ' '.join(family.rules).split()
+    fields = fields_of(family)
+    named = ['model_type', *rules, *itertools.chain(*fields.values())]
     c = {name: value for name, value in c.items()
-         if name in ours or name in usual and (name, value) != ('rope_parameters', None)}
-    known = [*ours, *READ.split()]
+         if (name in named or name in usual) and (name, value) != ('rope_parameters', None)}
+    known = [*named, *READ.split()]
     refuse(c, **{name: value for name, value in c.items()
                  if name not in known and (value or None) != (usual.get(name) or None)})
     args = dict(family.fixed)
-    for ours, theirs in family.fields.items():
-        names = theirs.split()
+    for ours, names in fields.items():
         source = usual if c.keys().isdisjoint(names) else c
-        given = [source[name] for name in names if source.get(name) is not None]
-        if not given and names[0] in c and isinstance(usual.get(names[0]), bool):
-            given = [False]  # null
-        if given:
-            args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
-    refuse(c, **{name: value for name, value in args.items() if isinstance(value, (int, float))  # as loops
-                 and value > (MOST_LAYERS if name in ('n_layer', 'n_expert') else 10**8)})
+        value = next((source[name] for name in names if source.get(name) is not None), None)
+        if value is None and names[0] in c and isinstance(usual.get(names[0]), bool):
+            value = False  # null
+        if isinstance(value, list) and len({*value}) == 1:  # one number per layer
+            value = value[0]
+        if value is not None:
+            args[ours] = activations_of(family).get(value, value) if ours == 'mlp' else value
+    refuse(c, **{name: value for name, value in args.items() if isinstance(value, (int, float))
+                 and value > (MOST_LAYERS if name in ('n_layer', 'n_expert') else 10**8)})  # loops would not end
     c = dict.fromkeys(rules) | usual | c
     read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
         read_rope(c, args)
-    for rule in family.rules:
+    for rule in family.rules.values():
         rule.read(c, args)
     if args.get('n_group', 1) == 1:
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:
         args.pop('n_dense_layer', None)
     return {name: value for name, value in args.items() if value is False or value not in (None, 0)}
+
+
+def fields_of(family):
+    """{GPTConfig's field: config.json's fields}. The first is written; reading uses the first given one."""
+    usual = {ours: [name for name in family.defaults if name in theirs.split()]
+             for ours, theirs in FIELDS.items()}
+    changed = {ours: theirs.split() for ours, theirs in family.fields.items()}
+    return {ours: names for ours, names in (usual | changed).items() if names}
 
 
 def family_of(kind):
@@ -1173,9 +1086,8 @@ def read_layers(c, args, family):
         refuse(c, sliding_window=size)
     types = c.get('layer_types') or c.get('layers_block_type')
     if len({*layers}) > 1 and types:
-        letters = {LAYER_TYPES.get(one): one for one in layers}
-        letters |= {'mamba': 'B', 'attention': 'L'}  # Granite 4
-        layers = ''.join(letters.get(one, '?') for one in types)
+        words = {LAYER_TYPES.get(one): one for one in layers} | {'mamba': 'B', 'attention': 'L'}  # Granite 4
+        layers = ''.join(words.get(one, '?') for one in types)
     elif layers == 'SL' and 'max_window_layers' in c:  # the first layers have no window
         layers = 'L' * c['max_window_layers'] + 'S' * args['n_layer']
     elif isinstance(period, int):
@@ -1228,14 +1140,14 @@ def write_config(config, kind):
          'eos_token_id': None}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
     values = vars(config) | {'attn_scale': scale(config), 'mlp': activations.get(config.mlp)}
-    for ours, theirs in family.fields.items():
+    for ours, names in fields_of(family).items():
         value = values[ours] or OFF.get(ours, values[ours])
         if value is not None or ours in OFF:
-            c[theirs.split()[0]] = value
+            c[names[0]] = value
     write_layers(config, c, family)
     if config.pos == 'rope' and family.fixed.get('pos', 'rope') == 'rope':
         write_rope(config, c)
-    for rule in family.rules:
+    for rule in family.rules.values():
         rule.write(config, c)
     return c
 
@@ -1268,8 +1180,8 @@ Stored = collections.namedtuple('Stored', 'open name shape kind')  # open().get_
 Part = collections.namedtuple('Part', 'name index layout')  # stored name; index into our tensor
 
 
-def plan(model, family, renamed=str):
-    """{name in state_dict(): [Part, ...]}. renamed: converts the family's names."""
+def plan(model, family, rename=str):
+    """{name in state_dict(): [Part, ...]}. rename: converts the family's names."""
     config = model.config
     plans = {}
     for ours, w in model.state_dict().items():
@@ -1306,7 +1218,7 @@ def plan(model, family, renamed=str):
         experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
         is_experts = module.startswith('mlp.experts')
         plans[ours] = [
-            Part(renamed(one.replace('.E.', f'.{e}.')), (e, row) if is_experts else (row,), layout)
+            Part(rename(one.replace('.E.', f'.{e}.')), (e, row) if is_experts else (row,), layout)
             for e in experts for one, row in zip(theirs, rows, strict=True)]
     return plans
 

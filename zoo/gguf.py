@@ -13,14 +13,13 @@ from configurator import package, plain
 from model import ROPE_SCALINGS
 from tokenizer import EOT, WORD_PATTERN
 from zoo.families import (
-    BASE,
     FAMILIES,
     FUSED_EXPERTS,
-    Layout,
     Stored,
     canonical,
     config_from_hf,
     config_to_hf,
+    fields_of,
     like,
     plan,
     refuse,
@@ -39,8 +38,6 @@ ARCHITECTURES = {  # model_type: llama.cpp's name, values of fields that llama.c
     'qwen2': ('qwen2', dict(SILU, head_dim=None)),
     'mixtral': ('llama', SILU),
     'qwen3_moe': ('qwen3moe', dict(QWEN, expert_pattern='E', norm_topk_prob=True)),
-    'qwen2_moe': ('qwen2moe', dict(SILU, head_dim=None, qkv_bias=True, expert_pattern='E',
-                                   norm_topk_prob=False, tie_word_embeddings=False)),
     'smollm3': ('smollm3', dict(QWEN, mlp_bias=False, pos_pattern='PPPN')),
     'olmo2': ('olmo2', dict(QWEN, tie_word_embeddings=False)),
     'gpt2': ('gpt2', dict(mlp='gelu_tanh')),
@@ -48,7 +45,7 @@ ARCHITECTURES = {  # model_type: llama.cpp's name, values of fields that llama.c
     'gemma2': ('gemma2', dict(GEMMA, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
     'gemma3_text': ('gemma3', dict(GEMMA, window_pattern='SSSSSL',
                                    local={'rope_base': 1e4, 'rope_scaling': None}))}
-FIELDS = {  # llama.cpp's key: GPTConfig's field
+KEYS = {  # llama.cpp's key: GPTConfig's field
     'context_length': 'block_size', 'block_count': 'n_layer', 'embedding_length': 'n_embd',
     'attention.head_count': 'n_head', 'attention.head_count_kv': 'n_kv_head',
     'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim',
@@ -59,17 +56,15 @@ FIELDS = {  # llama.cpp's key: GPTConfig's field
     'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
 SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
            'rope.scaling.original_context_length': 'original_max_position_embeddings'}
-OTHERS = {  # config.json's names of fields that some families lack
-    **BASE.fields, 'rope_base': 'rope_theta', 'window': 'sliding_window',
-    'rope.freq_base_swa': 'rope_local_base_freq',
-    'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
+OTHERS = {  # config.json's fields that are no field of GPTConfig
+    'rope_base': ['rope_theta'], 'window': ['sliding_window'],
+    'rope.freq_base_swa': ['rope_local_base_freq']}
 NEUTRAL = {  # what llama.cpp reads too (llama-model.cpp, load_hparams): the only supported values
     'attention.causal': True, 'attention.sliding_window_pattern': None, 'expert_group_count': 0,
     'nextn_predict_layers': 0, 'rope.scale_linear': 1.0, 'rope.scaling.attn_factor': 1.0}
 BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # these of 27B scale by the width per head (load_arch_hparams)
 PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
-FLAT = Layout(lambda w: w[None], lambda w: w[0])  # stored (n,)
-EXPERTS = {
+STACKED_EXPERTS = {
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
 NEED = 'files for llama.cpp need', 'gguf'
@@ -81,8 +76,8 @@ def names_for(kind, n_layer):
     import gguf
     arch, _ = ARCHITECTURES[kind]
     family = FAMILIES[kind]
-    family = like(family, layouts=dict.fromkeys(family.layouts) | {'mlp.shared_gate.weight': FLAT},
-                  names=EXPERTS, rows={'attn.c_attn': rows_interleaved if arch in PAIRED else None})
+    family = like(family, layouts=dict.fromkeys(family.layouts),
+                  names=STACKED_EXPERTS, rows={'attn.c_attn': rows_interleaved if arch in PAIRED else None})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
     return family, functools.partial(names.get_name, try_suffixes=('.weight', '.bias'))
 
@@ -130,10 +125,8 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
     if wrong := [f"{name}={getattr(config, name)!r}" for name in fixed if found.get(name) != known.get(name)]:
         raise ValueError(f"llama.cpp's {arch} has no {', '.join(wrong)}")
     keys, tensors = rope_keys(config, arch)
-    keys |= {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    keys |= {theirs: getattr(config, ours) for theirs, ours in KEYS.items()}
     keys['feed_forward_length'] = config.d_expert or config.d_ff
-    shared = config.n_shared_expert
-    keys['expert_shared_feed_forward_length'] = shared and shared * config.d_expert
     about = tokenizer_keys(tokenizer, config.vocab_size) | {f'{arch}.{key}': keys[key] for key in keys}
     writer = gguf.GGUFWriter(None, arch)
     kinds = gguf.GGUFValueType
@@ -194,19 +187,17 @@ def read_gguf(path):
     if arch not in kinds:
         raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
     kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
-    fields = OTHERS | FAMILIES[kind].fields
+    fields = OTHERS | fields_of(FAMILIES[kind])
     c = {'model_type': kind, 'head_dim': None, 'num_key_value_heads': None, 'rope_theta': 1e4,
          'sliding_window': 4096 if arch == 'gemma2' else None}  # llama.cpp's defaults
     scaling = {'rope_type': 'linear'}
     for key, value in keys.items():
         name = key.removeprefix(f'{arch}.')
-        ours = FIELDS.get(name, name)
-        if isinstance(value, list) and len({*value}) == 1:  # one number per layer
-            value = value[0]
+        ours = KEYS.get(name, name)
         if name in SCALING:
             scaling[SCALING[name]] = value
         elif ours in fields and ours not in ARCHITECTURES[kind][1]:
-            c[fields[ours].split()[0]] = value
+            c[fields[ours][0]] = value
     refuse(c, **{name: value for name, one in NEUTRAL.items()
                  if (value := keys.get(f'{arch}.{name}', one)) != one})
     if scaling['rope_type'] == 'none' or scaling.get('factor', 1) in (0, 1):
@@ -227,16 +218,12 @@ def read_gguf(path):
 
 ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]
 LLAMA_3 = 'falcon3', 'llama3', 'llama-v3', 'llama-bpe'  # llama.cpp's names of one pattern
-PATTERNS = {  # llama.cpp's name: a pattern that finds words; further lines split these
+PATTERNS = {  # llama.cpp's name: a pattern that finds words
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
     **dict.fromkeys(('dbrx', 'smaug-bpe', *LLAMA_3), WORD_PATTERN),  # exports use the last name
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
     # splits numbers into digits
     'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
-    'default': r"""[\p{P}\$\+<=>\^~\|]+
-'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
-\p{N}+
-[0-9][0-9][0-9]""",
     'gpt-4o':
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -284,7 +271,7 @@ def read_tokenizer(path):
     """The tokenizer of a file. Raises ValueError if it is unsupported."""
     keys, _ = contents(path)
     model = keys.get('tokenizer.ggml.model')
-    splits = keys.get('tokenizer.ggml.pre', 'default') if model == 'gpt2' else model
+    splits = keys.get('tokenizer.ggml.pre', 'unnamed') if model == 'gpt2' else model
     if splits not in PATTERNS:
         raise ValueError(f"{path} has a {splits} tokenizer; supported are {', '.join(PATTERNS)}")
     texts = keys['tokenizer.ggml.tokens']
@@ -295,8 +282,7 @@ def read_tokenizer(path):
     vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}
     merges = [merge.split(' ') for merge in keys['tokenizer.ggml.merges'] if merge.replace(' ', '') in vocab]
     library = package('tokenizers')
-    patterns = PATTERNS[splits].split('\n')
-    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, patterns, {}))
+    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, [PATTERNS[splits]], {}))
     tokenizer.add_tokens([library.AddedToken(text, normalized=False, special=kinds[i] == 3)
                           for text, i in vocab.items() if kinds[i] in (3, 4)])
     bos = config.get('bos_token')

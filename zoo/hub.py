@@ -41,7 +41,6 @@ from zoo.families import (
     FAMILIES,
     FUSED_EXPERTS,
     PLUS_ONE,
-    SHAPES,
     Stored,
     config_from_hf,
     config_to_hf,
@@ -56,7 +55,7 @@ from zoo.weights import fill_rows, quantize_weights
 
 # import -----------------------------------------------------------------------------------------------------
 
-DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # names in safetensors
+FLOATS = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # names in safetensors
 INDEX = 'model.safetensors.index.json'  # names the files of a model with several
 
 
@@ -137,17 +136,21 @@ def bare(name):
 
 
 def check(parts, stored, model, family, folder):
-    """Raises ValueError, naming all missing, unexpected or differently shaped tensors."""
+    """Raises ValueError, naming all missing, unexpected or differently shaped tensors, or quantized ones."""
     from sample import IGNORED
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
-    # a tied head, and layers for multi-token prediction
-    others = f"{family.names['lm_head']}.weight", f'layers.{model.config.n_layer}.'
-    found = {name: one.shape for name, one in stored.items()
+    others = f"{family.names['lm_head']}.weight",  # a tied head
+    extra = f'layers.{model.config.n_layer}.'
+    if f'{extra}eh_proj.weight' in stored:  # a layer for multi-token prediction joins two embeddings
+        others += extra,
+    found = {name: one for name, one in stored.items()
              if name in wanted or not (IGNORED.fullmatch(name) or name.startswith(others))}
+    packed = {one.kind for one in found.values() if re.fullmatch(r'[IU]\d+|BOOL|F8.*', one.kind)}
+    if packed:
+        raise ValueError(f"{folder} has quantized weights ({', '.join(packed)}), which are not "
+                         "supported: use the original weights")
+    found = {name: one.shape for name, one in found.items()}
     if wanted != found:
-        if packed := {stored[name].kind for name in found} & {'F8_E4M3', 'I32', 'I8', 'U8'}:
-            raise ValueError(f"{folder} has quantized weights ({', '.join(packed)}), which are not "
-                             "supported: use the original weights")
         lacks = sorted(wanted.items() - found.items())
         others = sorted(found.items() - wanted.items())
         raise ValueError(f"{folder} does not fit its config.json: it lacks {lacks[:30]}, "
@@ -198,7 +201,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
         # unless block_size is given, choose longrope's factors for short texts
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings']} | changes
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
-    dtype = dtype or DTYPES.get(largest.kind, torch.float32)
+    dtype = dtype or FLOATS.get(largest.kind, torch.float32)
     with torch.device('meta'), naming({'path': folder}):
         model = GPT(changed(config, **changes))
         as_stored = GPT(config)
@@ -230,13 +233,13 @@ def tokenizer_files(tokenizer, model):
 
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
     """Writes a folder for transformers. tokenizer: may be None. dtype: None: the model's. family: a
-    key of FAMILIES; None: the model's, or the first in SHAPES that fits. Raises ValueError if the
+    key of FAMILIES; None: the model's, or the first that fits. Raises ValueError if the
     family computes something else or the folder is not empty, OSError or SafetensorError if writing
     fails. Errors leave the folder unchanged."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     family = family or getattr(model, 'family', None)
-    c = config_to_hf(model.config, [family] if family else SHAPES) | {'dtype': plain(dtype)}
+    c = config_to_hf(model.config, [family] if family else FAMILIES) | {'dtype': plain(dtype)}
     if any(folder.glob('*')):
         raise ValueError(f"{folder} is not empty: remove it, or give another name")
     texts = {}
@@ -332,8 +335,6 @@ if __name__ == '__main__':
     check_values(settings, settings.config, globals())
     if len(words) == 3 and words[0] == 'export':
         is_gguf = words[2].endswith('.gguf')
-        if dtype == 'q8_0' and not is_gguf:
-            raise ValueError("dtype='q8_0' is only supported in .gguf files")
         model, tokenizer, facts = load(words[1])
         if tokenizer is None:
             print(f"the export has no tokenizer: {facts['no_tokenizer']}")

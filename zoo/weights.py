@@ -90,7 +90,7 @@ def start_lora(model, config, loaded):
             'targets': config['lora_targets'].replace(',', ' ').split()}
     base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
     facts = {'base': base, 'folder': os.path.abspath(config['out_dir']),
-             'base_checksum': checksum(path, model)}
+             'checksum': checksum(path, model)}
     add_lora(model, **lora)
     n_params = sum(w.numel() for w in model.parameters() if w.requires_grad)
     print0(f"adapters: training {n_params:,} parameters")
@@ -115,7 +115,7 @@ def adapted_model(checkpoint, state, merge, changes):
         raise FileNotFoundError(
             f"{checkpoint['path']} has adapters for {lora['base']}, which is missing ({error!s:.200}): put "
             f"the base model, or a link to it, at {folder / 'base'}") from error
-    if lora.get('base_checksum') not in (None, checksum(base['path'], model)):
+    if lora.get('checksum') not in (None, checksum(base['path'], model)):
         raise ValueError(f"the adapters in {checkpoint['path']} were trained on other weights than those in "
                          f"{base['path']}: restore the base model, or train the adapters again")
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
