@@ -163,11 +163,14 @@ def build(checkpoint, changes):
 
 
 def is_published(name):
-    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id. A folder with
-    ckpt.pt is a run's."""
+    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id. Raises UserError
+    for a folder that also has a ckpt.pt."""
     if os.path.exists(name):
-        return str(name).endswith('.gguf') or (
-            os.path.exists(f'{name}/config.json') and not os.path.exists(f'{name}/ckpt.pt'))
+        is_folder = os.path.exists(f'{name}/config.json')
+        if is_folder and os.path.exists(f'{name}/ckpt.pt'):
+            raise UserError(f"{name} has a published model and ckpt.pt: give the path of ckpt.pt, or move "
+                            "it to another folder")
+        return is_folder or str(name).endswith('.gguf')
     return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
 
 
