@@ -202,15 +202,15 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
 
-    plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (not arg.endswith('.py') or (
+    typed = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (not arg.endswith('.py') or (
         texts and Path(arg).resolve().parent not in (ROOT / 'config', ROOT / 'examples')))]
-    if len(plain) > words:
-        raise UserError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
-    args = [arg for arg in argv if arg not in plain]
-    start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
-    first = {'scratch': default_file, 'auto': default_file, 'resume': None}.get(start, tune_file)
-    if launched and first and all(arg.startswith('-') or is_example(arg) for arg in args):
-        args.insert(0, first)
+    if len(typed) > words:
+        raise UserError(f"cannot use {typed[words]!r}: settings are --key=value, config files end in .py")
+    args = [arg for arg in argv if arg not in typed]
+    init_from = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
+    base_file = {'scratch': default_file, 'auto': default_file, 'resume': None}.get(init_from, tune_file)
+    if launched and base_file and all(arg.startswith('-') or is_example(arg) for arg in args):
+        args.insert(0, base_file)
     values = {name: setting.default for name, setting in known.items()}
     given = {}
     files = []
@@ -238,7 +238,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     config = {name: values[name] for name in own}
     settings.update(config)
     model_args = {name: values[name] for name in given if name not in own}
-    return Configured(config, model_args, plain, given, known, files, replaced)
+    return Configured(config, model_args, typed, given, known, files, replaced)
 
 
 def is_example(arg):

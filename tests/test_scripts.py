@@ -213,7 +213,6 @@ def test_bad_input_is_one_error_and_writes_nothing(folder, args, message, monkey
 
 @pytest.mark.parametrize('args, message', [
     (['--chat', '--num_samples=5'], '--num_samples has no effect: it needs not chat'),
-    (['--stop=[1,2]'], 'stop must be text or'),
     (['--temperature=1e-40'], 'temperature=1e-40 is not supported'),
     (["--rope_scaling={'type': 'linear', 'factor': 2}"], "scaling has no effect: it needs pos == 'rope'"),
     ([str(ROOT / 'examples/speculation.py')], "does not support mixer_pattern='DA'")])
