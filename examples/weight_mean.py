@@ -17,13 +17,14 @@ import torch
 
 import train
 
+update_weights, load_states = train.update, train.load_optimizers  # before they are replaced
 DECAY = 0.98  # factor per iteration on the share of older weights
 
 
 @torch.no_grad()
 def update(run, load):
     """Updates the weights, then their mean."""
-    result = train.update(run, load)
+    result = update_weights(run, load)
     step = run.iter_num + 1
     for opt in run.optimizers:
         for w, state in opt.state.items():
@@ -66,7 +67,7 @@ def on_mean(function):
 
 def load_optimizers(model, optimizers, states):
     """Loads the states of a checkpoint, in which the weights and their mean have changed places."""
-    train.load_optimizers(model, optimizers, states)
+    load_states(model, optimizers, states)
     swap(model, optimizers)
 
 
