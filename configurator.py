@@ -13,7 +13,7 @@ Its type is its annotation, or the type of its default. Brackets in its remark a
                     settings, the rule applies up to the next comment
     [fixed], [changeable], [random] and [training] are marks that docs/design.md explains
 configure reads settings from source text, because imports are slow. use_parts explains what else a
-config file may define.
+config file may define. Helpers in a config file begin with _ or are in upper case.
 """
 import ast
 import builtins
@@ -29,11 +29,14 @@ import re
 import signal
 import sys
 import textwrap
-import traceback
 import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
+
+
+class UserError(ValueError):
+    """An error that the user of a script can correct: one_line_errors prints its message in one line."""
 
 
 def print0(*values):
@@ -67,12 +70,12 @@ Setting = collections.namedtuple('Setting', 'kinds default rules source')
 SETTING = re.compile(r'''
     ((?: ^\#.*\n | ^\n )*)                  # comments above
     ^([a-z]\w*) (?:: \ (.+?))? \ =\ (.+?)   # name: kinds = default
-    (?:\ \ +\#(.* (?:\n\ {9,}\#.*)*))?$     # remark, which may continue on further lines
+    (?:\ *\#(.* (?:\n\ +\#.*)*))?$          # remark, which may continue on further lines
 ''', re.M | re.X)
 
 
 def declared(path):
-    """Returns {name: Setting} of a script or of GPTConfig."""
+    """Returns {name: Setting} of a script or of GPTConfig. Raises UserError for a setting in another form."""
     text = re.sub(r'""".*?"""', '', path.read_text('utf-8'), flags=re.S)
     fields = text.partition('class GPTConfig:')[2].partition('\n    def ')[0]
     text = textwrap.dedent(fields) or re.split(r'^(?:.* = )?configure\(', text, flags=re.M)[0]
@@ -80,16 +83,19 @@ def declared(path):
     group = []
     for match in SETTING.finditer(text):
         above, name, kinds, default, remark = match.groups('')
-        default = ast.literal_eval(default)
         # 'bool | list[int]' -> bool, list[int]; Literals and tables become str
-        kinds = re.sub(r"(?<!list)\[.*?\]|'", '', kinds or type(default).__name__)
-        kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
-        if headings := re.findall('^# .*', above, re.M):
-            group = re.findall(r'\[(if .+?)\]', headings[-1])
-        rules = re.findall(r'\[(.+?)\]', remark) + group
-        if {'int', 'float'} & {*kinds} and (default or 0) >= 0 and '>' not in {rule[0] for rule in rules}:
-            rules.append('>= 0')
-        settings[name] = Setting(kinds, default, rules, match[0].strip('\n'))
+        with contextlib.suppress(SyntaxError, ValueError):
+            default = ast.literal_eval(default)
+            kinds = re.sub(r"(?<!list)\[.*?\]|'", '', kinds or type(default).__name__)
+            kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
+            if headings := re.findall('^# .*', above, re.M):
+                group = re.findall(r'\[(.+?)\]', headings[-1])
+            rules = re.findall(r'\[(.+?)\]', remark) + group
+            if {'int', 'float'} & {*kinds} and (default or 0) >= 0 and '>' not in {rule[0] for rule in rules}:
+                rules.append('>= 0')
+            settings[name] = Setting(kinds, default, rules, match[0].strip('\n'))
+    if others := {*re.findall(r'^([a-z]\w*) *[:=]', text, re.M)} - settings.keys():
+        raise UserError(f"{path}: write {', '.join(others)} in one line, as in `name = 3  # remark`")
     return settings
 
 
@@ -100,7 +106,7 @@ def marked(path, mark):
 
 def fit(value, kinds):
     """Converts a value, or the Python literal in a text, to one of these types; 1e6 can become an
-    int. Raises ValueError."""
+    int. Raises UserError."""
     if isinstance(value, str):
         spelled = {'true': 'True', 'false': 'False'}.get(value, value)
         with contextlib.suppress(ValueError, SyntaxError, OverflowError):
@@ -121,17 +127,17 @@ TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True 
 
 
 def checked(origin, name, value, known):
-    """Converts a setting's value. origin: file or flag. Raises ValueError."""
+    """Converts a setting's value. origin: file or flag. Raises UserError."""
     if name not in known:
-        near = difflib.get_close_matches(name, known)
+        near = [full for full in known if full.startswith(name)] or difflib.get_close_matches(name, known)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
-        raise ValueError(f"{origin}: unknown setting {name!r}; {hint}")
+        raise UserError(f"{origin}: unknown setting {name!r}; {hint}")
     kinds = known[name].kinds
     try:
         return fit(value, kinds)
     except ValueError:
-        raise ValueError(f"{origin}: {name} must be {' or '.join(TYPES.get(kind, kind) for kind in kinds)}, "
-                         f"got {value!r}") from None
+        raise UserError(f"{origin}: {name} must be {' or '.join(TYPES.get(kind, kind) for kind in kinds)}, "
+                        f"got {value!r}") from None
 
 
 def read_flag(flag, known):
@@ -145,7 +151,7 @@ def run_file(name, values):
     """Runs a config file, which can read `values`. Returns all names that it assigns."""
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
-        raise ValueError(f"there is no config file {name}: neither here nor in {ROOT}")
+        raise UserError(f"there is no config file {name}: neither here nor in {ROOT}")
     sys.path.append(str(path.resolve().parent))  # for imports of files next to it
     name = f'config_{path.stem}'
     module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks the module up
@@ -155,14 +161,6 @@ def run_file(name, values):
         code = compile(path.read_bytes(), path, 'exec')  # Python finds the encoding
     exec(code, vars(module))
     return vars(module)
-
-
-def settings_of_scripts():
-    """All names that a config file may assign."""
-    paths = [*ROOT.glob('*.py'), *ROOT.glob('zoo/*.py'), *ROOT.glob('lab/*.py')]
-    return {*declared(ROOT / 'model.py')} | {
-        name for path in paths if path.is_file()
-        for name in re.findall(r'^([a-z]\w*)(?:: .+?)? = ', path.read_text('utf-8', 'replace'), re.M)}
 
 
 def show(label, values):
@@ -176,8 +174,9 @@ def show(label, values):
 # words       plain words of the command line
 # given       name -> 'flags' or a config file, in order
 # known       name -> Setting
-# parts       name -> functions, classes or tables of config files
-Configured = collections.namedtuple('Configured', 'config model_args words given known parts')
+# files       what each config file defines: name -> value
+# replaced    what they have replaced in model.py: 'model.make_block', 'GPT.loss'
+Configured = collections.namedtuple('Configured', 'config model_args words given known files replaced')
 
 
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, tune_file=None,
@@ -188,7 +187,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     number of plain words allowed. argv: replaces the script's command line. default_file: used if the
     command names no model and no config file outside of examples/. tune_file: instead, if it names a
     model. texts: .py files outside of config/ and examples/ are words.
-    Raises ValueError for unknown settings and wrong types.
+    Raises UserError for unknown settings and wrong types.
     """
     launched = settings['__name__'] == '__main__'
     own = declared(Path(settings['__file__']))
@@ -203,31 +202,33 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
 
-    plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (not arg.endswith('.py') or (
+    typed = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (not arg.endswith('.py') or (
         texts and Path(arg).resolve().parent not in (ROOT / 'config', ROOT / 'examples')))]
-    if len(plain) > words:
-        raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
-    args = [arg for arg in argv if arg not in plain]
-    start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
-    first = {'scratch': default_file, 'auto': default_file, 'resume': None}.get(start, tune_file)
-    if launched and first and all(arg.startswith('-') or is_example(arg) for arg in args):
-        args.insert(0, first)
+    if len(typed) > words:
+        raise UserError(f"cannot use {typed[words]!r}: settings are --key=value, config files end in .py")
+    args = [arg for arg in argv if arg not in typed]
+    init_from = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
+    base_file = {'scratch': default_file, 'auto': default_file, 'resume': None}.get(init_from, tune_file)
+    if launched and base_file and all(arg.startswith('-') or is_example(arg) for arg in args):
+        args.insert(0, base_file)
     values = {name: setting.default for name, setting in known.items()}
     given = {}
-    parts = {}
-    plain_types = bool, int, float, str, tuple, list, dict, type(None)
+    files = []
+    replaced = []
+    # config files serve several scripts
+    shared = declared(ROOT / 'train.py') | declared(ROOT / 'model.py') | known
     for arg in args:
         if arg.startswith('-'):
             label = 'flags'
             assigned = read_flag(arg, known)
         else:
             label = arg
-            others = settings_of_scripts() - known.keys()
-            found = run_file(arg, values)
-            add_parts(parts, found)
-            assigned = {name: checked(arg, name, value, known)
-                        for name, value in found.items() if name not in others and (name in values or (
-                            name.islower() and name[0] != '_' and type(value) in plain_types))}
+            files.append(run_file(arg, values))
+            replaced += replaced_names(files[-1]['__name__'])
+            assigned = {name: checked(arg, name, value, shared) for name, value in files[-1].items()
+                        if name in shared or name.islower() and name[0] != '_'
+                        and not callable(value) and not isinstance(value, types.ModuleType)}
+            assigned = {name: value for name, value in assigned.items() if name in known}
             show(arg, assigned)
         values |= assigned
         for name in assigned:
@@ -237,7 +238,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     config = {name: values[name] for name in own}
     settings.update(config)
     model_args = {name: values[name] for name in given if name not in own}
-    return Configured(config, model_args, plain, given, known, parts)
+    return Configured(config, model_args, typed, given, known, files, replaced)
 
 
 def is_example(arg):
@@ -245,39 +246,37 @@ def is_example(arg):
     return arg.endswith('.py') and Path(arg).resolve().parent.name == 'examples'
 
 
-def add_parts(parts, found):
-    """Adds what a config file defines. parts: name -> list of values; 'model.make_block' and 'GPT.loss'
-    are names of what the file has replaced in model.py."""
+def replaced_names(file):
+    """What a config file has replaced in model.py: names like 'model.make_block' and 'GPT.loss'."""
     model = sys.modules.get('model')
-    places = {'': found} | ({'model.': vars(model), 'GPT.': vars(model.GPT)} if hasattr(model, 'GPT') else {})
-    for prefix, place in places.items():
-        for name, value in place.items():
-            is_table = not prefix and name.isupper() and isinstance(value, dict)
-            is_own = isinstance(value, (type, types.FunctionType)) and value.__module__ == found['__name__']
-            if is_table or is_own:
-                parts.setdefault(prefix + name, []).append(value)
+    places = [model, model.GPT] if hasattr(model, 'GPT') else []
+    return [f'{place.__name__}.{name}' for place in places for name, value in vars(place).items()
+            if getattr(value, '__module__', None) == file]
 
 
 def use_parts(settings, script):
-    """Extends the script's tables by tables of config files. Functions and classes of config
-    files replace the script's with the same name. script: its globals(). Returns the names. Raises
-    ValueError if two files replace the same name."""
-    names = []
-    for name, values in settings.parts.items():
-        own = script.get(name)
-        if values[0] is own:  # only imported
-            continue
-        if isinstance(own, dict) and isinstance(values[0], dict):
-            for value in values:
-                own |= value
-        elif '.' in name or isinstance(own, (type, types.FunctionType)):
-            if len(values) > 1:
-                raise ValueError(f"two config files replace {name}: use one of them")
-            if '.' not in name:
-                script[name] = values[0]
-        else:
-            continue
-        names.append(name)
+    """Extends the script's tables by tables of config files. Calls the function patch(script) of config files
+    with the script's module, in which it may replace functions and classes. script: its globals(). Returns
+    the names. Raises UserError if two files replace the same name, or for a name that no script has."""
+    replaced = [*settings.replaced]
+    tables = {}
+    code = ''.join(path.read_text('utf-8') for path in ROOT.glob('*.py'))
+    known = {*re.findall(r'^(?:def|class) (\w+)', code, re.M)}  # a file may patch several scripts
+    for found in settings.files:
+        for name, value in found.items():
+            table = script.get(name)
+            if name.isupper() and isinstance(table, dict) and table is not value:  # not only imported
+                table |= value
+                tables[name] = table
+        before = {**script}
+        if 'patch' in found:
+            found['patch'](sys.modules[script['__name__']])
+        replaced += [name for name in before if script[name] is not before[name]]
+        if unknown := script.keys() - before.keys() - known:
+            raise UserError(f"patch replaces {', '.join(unknown)}, which no script has")
+    if twice := {name for name in replaced if replaced.count(name) > 1}:
+        raise UserError(f"two config files replace {', '.join(twice)}: use one of them")
+    names = [*tables, *replaced]
     if names:
         print0(f"config files change {', '.join(names)}")
     return names
@@ -293,7 +292,7 @@ def unmet(rules, tables, values):
 
 
 def check_values(settings, values, tables):
-    """Raises ValueError if a given value breaks a rule. settings: from configure. tables: the script's
+    """Raises UserError if a given value breaks a rule. settings: from configure. tables: the script's
     globals()."""
     for name in filter(values.__contains__, reversed(settings.given)):  # flags first
         for rule in settings.known[name].rules:
@@ -302,54 +301,50 @@ def check_values(settings, values, tables):
             if is_condition and not all(eval(f'{name} {rule}', tables, values | {name: x}) for x in given):
                 if rule.startswith('in '):
                     rule = f"one of {', '.join(filter(None, map(str, eval(rule[3:], tables))))}"
-                raise ValueError(f"{name}={values[name]!r} is not supported: it must be {rule}")
+                raise UserError(f"{name}={values[name]!r} is not supported: it must be {rule}")
 
 
 def check_effects(settings, values, tables):
-    """Raises ValueError if a flag has no effect, unless it gives the default. Config files may
+    """Raises UserError if a flag has no effect, unless it gives the default. Config files may
     serve several runs."""
     for name in filter(values.__contains__, reversed(settings.given)):  # flags first
         setting = settings.known[name]
         if settings.given[name] == 'flags' and values[name] != setting.default and (
                 condition := unmet(setting.rules, tables, values)):
-            raise ValueError(f"--{name} has no effect: it needs {condition}")
+            raise UserError(f"--{name} has no effect: it needs {condition}")
 
 
 # errors -----------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def reading(path):
-    """Raises ValueError, naming the file, if a library cannot read it."""
+    """Raises UserError, naming the file, if a library cannot read it."""
     try:
         yield
+    except (UserError, ImportError, FileNotFoundError):
+        raise
     except Exception as error:
-        # a missing or unreadable file, a missing package, or a line of ours
-        is_known = isinstance(error, OSError) and error.filename or on_purpose(error)
-        if is_known or isinstance(error, ImportError):
+        if isinstance(error, OSError) and error.filename:  # an unreadable file
             raise
-        cause = re.sub(r'\x1b\[\d*m', '', f'{type(error).__name__}: {error}')  # no codes for bold letters
+        cause = f'{type(error).__name__}: {error}'
         if name := re.search(r'GLOBAL (\S+)', cause):  # torch.load's message is long
             cause = f'it contains {name[1]}, but only tensors and plain values can be read'
-        raise ValueError(f"cannot read {path}, which is damaged, a pointer of git-lfs (run `git lfs pull`), "
-                         f"or has another format: {textwrap.shorten(cause, 300)}") from error
+        cause = f'is damaged or has another format: {textwrap.shorten(cause, 300)}'
+        if os.path.isfile(path) and open(path, 'rb').read(19) == b'version https://git':  # noqa: SIM115
+            cause = 'is a pointer of git-lfs: run `git lfs pull`'
+        raise UserError(f"cannot read {path}, which {cause}") from error
 
 
 @contextlib.contextmanager
 def naming(fields):
-    """Raises ValueError, naming these fields of GPTConfig, if torch fails."""
+    """Raises UserError for a ValueError of model.py, or, naming these fields of GPTConfig, if torch fails."""
     try:
         yield
+    except ValueError as error:
+        raise UserError(error) from error
     except (TypeError, LookupError, RuntimeError, ArithmeticError) as error:
         given = ', '.join(f'{name}={value!r}' for name, value in fields.items())
-        raise ValueError(f"a model with these settings fails: {given}; {error!r:.200}") from error
-
-
-def on_purpose(error):
-    """Whether a `raise` of this repository raised `error`."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (isinstance(error, (ValueError, OSError, ImportError)) and frame.line.startswith('raise ')
-            and 'site-packages' not in frame.filename  # a virtual environment in the repository
-            and Path(frame.filename).resolve().is_relative_to(ROOT))
+        raise UserError(f"a model with these settings fails: {given}; {error!r:.200}") from error
 
 
 def one_line_errors(kind, error, trace):
@@ -365,7 +360,7 @@ def one_line_errors(kind, error, trace):
                    'as much), --max_new_tokens or --procs')
     elif getattr(error, 'errno', None):
         message = f"cannot read or write ({message}): check the path, permissions and free space"
-    elif not on_purpose(error):
+    elif not (isinstance(error, (UserError, OSError)) or isinstance(error, ImportError) and not error.name):
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
 
@@ -377,7 +372,7 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
 
     dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether
     reading weights takes longest. Returns device, device_type, dtype (torch's) and autocast, which
-    returns a context. Raises ValueError if the device or dtype is not available.
+    returns a context. Raises UserError if the device or dtype is not available.
     """
     import torch
     device = choose_device(device)
@@ -403,7 +398,7 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
         dtype = fastest
     compute = torch_dtype(dtype)
     if dtype == 'float16' and kind != 'cuda':
-        raise ValueError("dtype=float16 needs CUDA: use --dtype=auto, float32 or bfloat16")
+        raise UserError("dtype=float16 needs CUDA: use --dtype=auto, float32 or bfloat16")
     torch.set_float32_matmul_precision(precision)
     torch.manual_seed(seed)
     print0(f"device {device} ({name}), dtype {dtype}")
@@ -413,15 +408,15 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
 
 
 def torch_dtype(name):
-    """torch's dtype for a setting. Raises ValueError."""
+    """torch's dtype for a setting. Raises UserError."""
     import torch
     if name not in ('float32', 'bfloat16', 'float16'):
-        raise ValueError(f"dtype={name} is not supported: choose float32, bfloat16, float16 or auto")
+        raise UserError(f"dtype={name} is not supported: choose float32, bfloat16, float16 or auto")
     return getattr(torch, name)
 
 
 def choose_device(device):
-    """Resolves 'auto', and gives each rank of torchrun its own GPU. Raises ValueError if the device is not
+    """Resolves 'auto', and gives each rank of torchrun its own GPU. Raises UserError if the device is not
     available."""
     import torch
     if device == 'auto':
@@ -432,8 +427,8 @@ def choose_device(device):
     try:
         torch.empty(1, device=device)
     except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"device={device} is not available: {error!s:.150}: use --device=auto or cpu"
-                         ) from None
+        raise UserError(f"device={device} is not available: {error!s:.150}: use --device=auto or cpu"
+                        ) from None
     return device
 
 

@@ -13,6 +13,7 @@ import codecs
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import re
@@ -22,12 +23,14 @@ from pathlib import Path
 
 from configurator import (
     ROOT,
+    UserError,
     check_effects,
     check_values,
     checked,
     configure,
     declared,
     marked,
+    naming,
     reading,
     runtime,
     use_parts,
@@ -44,13 +47,13 @@ num_samples = 3             # samples per prompt [>= 1] [<= 1000000] [if not cha
 max_new_tokens = 500        # tokens per sample [>= 1] [<= 1000000]
 batch_size = 64             # samples at once [>= 1] [<= 1000000] [if not chat or start != '\n']
 output = ''                 # a file to create, with one JSON line per sample [if not chat or start != '\n']
-stop: str | tuple | list | None = None  # texts that end a sample
+stop: str | list[str] | None = None  # texts that end a sample
 # conversation
 chat = False                # answer typed questions, or those in start
 # conversations [if chat]
 system = ''                 # the system message
 thinking: bool | None = None  # None: the chat template decides
-# sampling
+# sampling: arguments of sample_token
 temperature = 0.8           # 0: always the most likely token [== 0 or temperature >= 1e-20]
 # limits of sampling [if temperature]
 top_k: int | None = 200     # only the k most likely tokens; None: all
@@ -59,10 +62,8 @@ min_p = 0.0                 # tokens with at least this fraction of the highest 
 # others
 repetition_penalty = 1.0    # lowers logits of earlier tokens [> 0]
 seed = 1337                 # seed of sampling [< 2**64]
-# speed
-quantize = ''               # int8 weights [in ('', 'int8')]
-speculate: int | None = None  # draft tokens per step [<= 1000] [if set(mixer_pattern) <= set('AM')]
 # system
+quantize = ''               # int8 weights [in ('', 'int8')]
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # auto, float32, bfloat16, float16
 compile = False             # takes 1 to 2 minutes
@@ -106,56 +107,92 @@ IGNORED = re.compile(r'.*(vision|visual|audio|projector|mtp|\.indexer\.).*|.*inv
 
 
 def read_checkpoint(path):
-    """Reads a checkpoint of train.py or nanoGPT. Raises FileNotFoundError or ValueError."""
+    """Reads a checkpoint of train.py or nanoGPT. Raises FileNotFoundError or UserError."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
                                 "--init_from to another file or folder")
-    prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
     with reading(path):
         # Windows cannot replace mapped files
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
         with zipfile.ZipFile(path) as file:  # torch.load verifies no checksum; earlier versions wrote only 0
             if any(entry.CRC for entry in file.infolist()) and (name := file.testzip()):
-                raise ValueError(f"{path} is damaged: {name} differs from its checksum")
+                raise UserError(f"{path} is damaged: {name} differs from its checksum")
         for name, value in checkpoint.items():
             if not isinstance(value, KEYS.get(name, object)):
-                raise ValueError(f"{path} is damaged or has another format: {name} is {value!r:.50}")
+                raise UserError(f"{path} is damaged or has another format: {name} is {value!r:.50}")
         checkpoint['kept'] = [*map(int, checkpoint.get('kept', []))]  # becomes a part of paths
+        if any('transformer.' in name for name in checkpoint['model']):
+            convert_nanogpt(checkpoint)
+        checkpoint['model'] = {name.replace('.balance_bias', '.expert_bias'): w.detach()
+                               for name, w in checkpoint['model'].items()}
         args = {RENAMED.get(name, name): value for name, value in checkpoint['model_args'].items()}
-        state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w.detach()
-                 for name, w in checkpoint['model'].items()}
-    args = {name: checked(path, name, value, FIELDS) for name, value in args.items()
-            # None: an unused option of another version. Models without global tokens have the other too
-            if name in FIELDS or value is not None and name != 'window_global'}
-    if any('transformer.' in name for name in checkpoint['model']):  # nanoGPT
-        wte = state['wte.weight']
-        tied = torch.equal(state.setdefault('lm_head.weight', wte), wte)
-        if tied:
-            del state['lm_head.weight']
-        for name in ('device', 'dtype', 'compile', 'backend'):
-            checkpoint.get('config', {}).pop(name, None)
-        args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False,
-                    bias='ln_f.bias' in state) | args | {'tie_word_embeddings': tied}
-    return checkpoint | {'model': state, 'model_args': args}
+    checkpoint['model_args'] = {name: checked(path, name, value, FIELDS) for name, value in args.items()
+                                # None: an unused option of another version, as is window_global
+                                if name in FIELDS or value is not None and name != 'window_global'}
+    return checkpoint
 
 
-def checksum(path, model):
-    """Sums the weight bits of a checkpoint, or of a published model that was loaded in float32."""
-    weights = read_checkpoint(path)['model'] if not is_published(path) else {
-        name: w for name, w in model.state_dict().items() if name != 'wpe.weight'}  # block_size crops wpe
-    return sum(w.float().view(torch.int32).sum().item() for w in weights.values())
+def convert_nanogpt(checkpoint):
+    """Gives a checkpoint of nanoGPT our names of tensors, and the fields that its model implies."""
+    prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
+    state = checkpoint['model'] = {prefixes.sub('', name): w for name, w in checkpoint['model'].items()}
+    tied = torch.equal(state.setdefault('lm_head.weight', state['wte.weight']), state['wte.weight'])
+    if tied:
+        del state['lm_head.weight']
+    for name in ('device', 'dtype', 'compile', 'backend'):
+        checkpoint.get('config', {}).pop(name, None)
+    checkpoint['model_args'] = dict(
+        pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False, bias='ln_f.bias' in state,
+    ) | checkpoint['model_args'] | {'tie_word_embeddings': tied}
+
+
+def build(checkpoint, changes):
+    """Removes the weights from a checkpoint, and makes its model with changed fields."""
+    state = checkpoint.pop('model')
+    with torch.device('meta'), naming(changes):
+        model = GPT(changed(GPTConfig(**checkpoint['model_args']), **changes))
+    wanted = model.state_dict()
+    state = {name: w.clone() for name, w in state.items() if name in wanted or not IGNORED.fullmatch(name)}
+    if 'wpe.weight' in state:
+        state['wpe.weight'] = state['wpe.weight'][:model.config.block_size]
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"{checkpoint['path']} does not fit its model_args (if a file of examples/ trained "
+                        f"it, name that file): {error}") from error
+    return model
 
 
 def is_published(name):
-    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id. Raises ValueError
+    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id. Raises UserError
     for a folder that also has a ckpt.pt."""
     if os.path.exists(name):
         is_folder = os.path.exists(f'{name}/config.json')
         if is_folder and os.path.exists(f'{name}/ckpt.pt'):
-            raise ValueError(f"{name} has a published model and ckpt.pt: give the path of ckpt.pt, or move "
-                             "it to another folder")
+            raise UserError(f"{name} has a published model and ckpt.pt: give the path of ckpt.pt, or move "
+                            "it to another folder")
         return is_folder or str(name).endswith('.gguf')
     return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
+
+
+def find_tokenizer(checkpoint):
+    """The checkpoint's or published model's tokenizer. Drops the checkpoint's chat template if the model was
+    not trained on conversations. Raises UserError if there is no tokenizer."""
+    if is_published(checkpoint['path']):
+        from zoo.hub import published_tokenizer
+        return published_tokenizer(checkpoint['path'])
+    if 'tokenizer' not in checkpoint:  # nanoGPT stores none: meta.pkl, or GPT-2's
+        from prepare import data_folder, load_tokenizer
+        tokenizer = load_tokenizer(data_folder(checkpoint.get('config', {}).get('dataset', '')))
+        if tokenizer.n_vocab <= checkpoint['model_args']['vocab_size']:
+            return tokenizer
+    if not checkpoint.get('tokenizer'):
+        raise UserError(f"{checkpoint['path']} stores no tokenizer, and for nanoGPT's checkpoints, the data "
+                        "folder of the training is missing: copy that folder here")
+    tokenizer = tokenizer_from_state(checkpoint['tokenizer'])
+    if not checkpoint.get('masked', True):
+        tokenizer.chat_template = None
+    return tokenizer
 
 
 def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
@@ -164,7 +201,7 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     init_from: 'resume' (reads out_dir), a checkpoint of train.py or nanoGPT, a run's folder, or a published
     model. dtype: None keeps the stored dtype. best: prefers best.pt. merge: adds LoRA adapters to
     the weights. int8: stores large weights in 8 bits. changes: fields of GPTConfig. Raises
-    FileNotFoundError or ValueError."""
+    FileNotFoundError or UserError."""
     if init_from != 'resume' and is_published(init_from):
         from zoo.hub import fetch, from_pretrained
         path = fetch(init_from)
@@ -176,23 +213,11 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
             best = best and os.path.exists(os.path.join(path, 'best.pt'))
             path = os.path.join(path, 'best.pt' if best else 'ckpt.pt')
         checkpoint = read_checkpoint(path) | {'path': path}
-        state = checkpoint.pop('model')
         if checkpoint.get('lora'):
             from zoo.weights import adapted_model
-            model = adapted_model(checkpoint, state, merge, changes)
+            model = adapted_model(checkpoint, checkpoint.pop('model'), merge, changes)
         else:
-            config = changed(GPTConfig(**checkpoint['model_args']), **changes)
-            with torch.device('meta'):
-                model = GPT(config)
-            wanted = model.state_dict()
-            state = {name: w for name, w in state.items() if name in wanted or not IGNORED.fullmatch(name)}
-            if 'wpe.weight' in state:
-                state['wpe.weight'] = state['wpe.weight'][:config.block_size]
-            try:
-                model.load_state_dict({name: w.clone() for name, w in state.items()}, assign=True)
-            except RuntimeError as error:
-                raise ValueError(f"{path} does not fit its model_args (if a file of examples/ trained it, "
-                                 f"name that file): {error}") from error
+            model = build(checkpoint, changes)
         if int8:
             from zoo.weights import quantize_weights
             quantize_weights(model, dtype or torch.float32)
@@ -205,24 +230,11 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     return model, tokenizer, checkpoint | {'model_args': dataclasses.asdict(model.config)}
 
 
-def find_tokenizer(checkpoint):
-    """The checkpoint's, published model's or dataset's tokenizer. Drops the checkpoint's chat template if
-    the model was not trained on conversations."""
-    if is_published(checkpoint['path']):
-        from zoo.hub import published_tokenizer
-        return published_tokenizer(checkpoint['path'])
-    if not checkpoint.get('tokenizer'):
-        from prepare import data_folder, load_tokenizer
-        folder = data_folder(checkpoint.get('config', {}).get('dataset', ''))
-        tokenizer = load_tokenizer(folder)
-        if tokenizer.n_vocab > checkpoint['model_args']['vocab_size']:  # GPT-2's, if the folder is missing
-            raise FileNotFoundError(f"{checkpoint['path']} stores no tokenizer, and {folder} lacks the one "
-                                    "of its training: copy the data folder here")
-        return tokenizer
-    tokenizer = tokenizer_from_state(checkpoint['tokenizer'])
-    if not checkpoint.get('masked', True):
-        tokenizer.chat_template = None
-    return tokenizer
+def checksum(path, model):
+    """Sums the weight bits of a checkpoint, or of a published model that was loaded in float32."""
+    weights = read_checkpoint(path)['model'] if not is_published(path) else {
+        name: w for name, w in model.state_dict().items() if name != 'wpe.weight'}  # block_size crops wpe
+    return sum(w.float().view(torch.int32).sum().item() for w in weights.values())
 
 
 # one token --------------------------------------------------------------------------------------------------
@@ -266,6 +278,8 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
         token = ids.gather(-1, token[..., None])[..., 0]
     return token.where(~cdf[..., -1].isnan(), -1)
 
+
+SAMPLING = [name for name in inspect.signature(sample_token).parameters if name in config]
 
 # a step -----------------------------------------------------------------------------------------------------
 
@@ -336,7 +350,7 @@ class Sample:
     number: int          # index of the prompt
     tokens: list         # prompt and drawn tokens
     n_left: int          # tokens to draw
-    start: int           # the context is tokens[start:]
+    first: int           # the context is tokens[first:]
     noise: torch.Tensor  # numbers from `uniforms`
 
 
@@ -347,8 +361,8 @@ def rows_to_fill(samples, waiting, size):
     for row, sample in enumerate(samples):
         if sample.n_left == 0:
             samples[row] = next(waiting, sample)
-        elif len(sample.tokens) - sample.start > size:
-            sample.start = len(sample.tokens) - max(1, size // 2)
+        elif len(sample.tokens) - sample.first > size:
+            sample.first = len(sample.tokens) - max(1, size // 2)
         else:
             continue
         if samples[row].n_left:
@@ -361,41 +375,35 @@ AHEAD = {'cuda'}  # devices that start a step before the drawn tokens are read
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False,  # noqa: C901
-             cache=None, batch_size=None, drafter=None, **sampling):
+             cache=None, batch_size=None, **sampling):
     """Yields (Sample, token) for each token drawn, and (Sample, None) when a sample has ended.
 
     prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when
     the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
     half. cache: one row with the first tokens of a single prompt; a GPU may append an extra token.
     batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI 2022).
-    drafter: for speculative decoding (arXiv:2211.17192) of one sample at a time. sampling: options of
-    sample_token. The model must be in eval mode. Raises ValueError for NaN, for a token outside the
-    vocabulary, and for a drafter if a layer has a state."""
+    sampling: options of sample_token. The model must be in eval mode. Raises UserError for NaN."""
     device = model.wte.weight.device
     sampling_device = 'cpu' if device.type == 'mps' else device  # MPS has returned ids out of range
-    if (highest := max(map(max, filter(None, prompts)), default=0)) >= model.config.vocab_size:
-        raise ValueError(f"the prompt has token {highest}, which is outside the model's vocabulary of "
-                         f"{model.config.vocab_size}: leave out the text of this token")
-    n_draft = drafter.n_draft if drafter else 0
-    n_rows = 1 if drafter else len(prompts[:batch_size])
+    n_rows = len(prompts[:batch_size])
     is_new = cache is None
     if is_new:
-        size = round_up(max(map(len, prompts)) + max_new_tokens + n_draft)
-        cache = model.make_cache(n_rows, min(size, model.config.block_size), compile, rolling=not drafter)
+        size = round_up(max(map(len, prompts)) + max_new_tokens)
+        cache = model.make_cache(n_rows, min(size, model.config.block_size), compile)
     size = cache.max_len
     run_step = compile_step(model, cache) if compile else step
     # sorting by length avoids padding
     order = sorted(range(len(prompts)), key=lambda i: (i // (16 * n_rows), len(prompts[i])))
     waiting = (Sample(i, [*prompts[i]], max_new_tokens, max(0, len(prompts[i]) - size), uniforms(
-        seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft).to(sampling_device)) for i in order)
+        seed, i, len(prompts[i]), max_new_tokens + 1).to(sampling_device)) for i in order)
     samples = [Sample(-1, [], 0, 0, None)] * n_rows  # all have ended
     seen = torch.zeros(n_rows, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
 
     def draw(fed, n_unread=0):
-        noise = torch.stack([sample.noise[max_new_tokens - sample.n_left + n_unread:][:fed.shape[1]]
-                             for sample in samples])
-        seen.scatter_(2, fed[:, None, :1].to(sampling_device), True)
-        return run_step(model, fed, cache, noise, seen, sampling)
+        """Feeds tokens (B, 1) -> the next ones."""
+        noise = torch.stack([sample.noise[max_new_tokens - sample.n_left + n_unread] for sample in samples])
+        seen.scatter_(2, fed[:, None].to(sampling_device), True)
+        return run_step(model, fed, cache, noise[:, None], seen, sampling)
 
     ahead = None  # tokens (B, 1) drawn after unread tokens
     while True:
@@ -405,7 +413,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             if rows := rows_to_fill(samples, waiting, size):
                 if is_new and len(rows) == len(samples):
                     cache.reset()
-                prefill(model, [samples[row].tokens[samples[row].start:-1] for row in rows], cache, rows)
+                prefill(model, [samples[row].tokens[samples[row].first:-1] for row in rows], cache, rows)
                 marks = torch.zeros(len(rows), *seen.shape[1:], dtype=torch.bool)
                 for mark, row in zip(marks, rows):
                     mark[0, samples[row].tokens] = True
@@ -420,55 +428,32 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 cache.select(active)
                 samples = [samples[row] for row in active]
                 seen = seen[active]
-            # 3. Feed last tokens and drafts; draw the next tokens.
-            draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
-            drawn = draw(torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device))
+            # 3. Feed last tokens; draw the next tokens.
+            drawn = draw(torch.tensor([sample.tokens[-1:] for sample in samples], device=device))
         # 4. Read them while a GPU draws the next tokens. States of a given cache could not rewind.
-        read = drawn.to('cpu', non_blocking=True)
+        tokens = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None
-        if (device.type in AHEAD and not drafter and (is_new or not any(cache.states)) and all(
-                sample.n_left > 1 and len(sample.tokens) - sample.start < size for sample in samples)):
+        if device.type in AHEAD and (is_new or not any(cache.states)) and all(
+                sample.n_left > 1 and len(sample.tokens) - sample.first < size for sample in samples):
             ahead = draw(drawn.clamp(min=0), 1).clone()  # a CUDA graph reuses its output
         if copied:  # not on CPUs
             copied.synchronize()
-        drawn = read.tolist()
-        if draft:
-            n_accepted = len(os.path.commonprefix([drawn[0], draft]))
-            drawn[0] = drawn[0][:n_accepted + 1]
-            cache.rewind(n_draft - n_accepted)
         # 5. Append the tokens drawn.
-        for sample, tokens in zip(samples, drawn):
-            for token in tokens:
-                if sample.n_left == 0:
-                    break
-                if token < 0:
-                    raise ValueError("the logits are NaN: the weights are damaged, or float16 overflows: "
-                                     "--dtype=float32")
+        for sample, token in zip(samples, tokens.flatten().tolist()):
+            if sample.n_left and token < 0:
+                raise UserError("the logits are NaN: the weights are damaged, or float16 overflows: "
+                                "--dtype=float32")
+            if sample.n_left and token not in stop_tokens:
                 sample.n_left -= 1
-                if token in stop_tokens:
-                    sample.n_left = 0
-                else:
-                    sample.tokens.append(token)
-                    yield sample, token
-                if sample.n_left == 0:
-                    yield sample, None
-
-
-class Lookup:
-    """Finds the latest earlier occurrence of the last 3 tokens, or of 2, or of 1. Drafts the tokens
-    after it (arXiv:2304.04487)."""
-
-    def __init__(self, n_draft):
-        self.n_draft = n_draft
-
-    def propose(self, context, size):
-        """Token ids -> n_draft ids, or [] without an occurrence or without room in `size`."""
-        ends = [i for i in range(1, len(context)) if context[i - 1] == context[-1]]
-        if not ends or len(context) + self.n_draft > size:
-            return []
-        end = max(ends, key=lambda i: (context[i - 3:i] == context[-3:], context[i - 2:i] == context[-2:], i))
-        return np.resize(context[end:], self.n_draft).tolist()
+                sample.tokens.append(token)
+                yield sample, token
+            elif sample.n_left:
+                sample.n_left = 0
+            else:
+                continue
+            if sample.n_left == 0:
+                yield sample, None
 
 
 # text -------------------------------------------------------------------------------------------------------
@@ -591,7 +576,7 @@ class Chat:
 
     def prompt(self, question):
         """Adds a question -> (messages, ids). Forgets the oldest turns to make room for
-        max_new_tokens, at most half the context. Raises ValueError for a long question."""
+        max_new_tokens, at most half the context. Raises UserError for a long question."""
         size = self.model.config.block_size
         messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
         room = min(self.max_new_tokens, size // 2)
@@ -601,8 +586,8 @@ class Chat:
             print(f"(the context of {size} tokens is full: the oldest question and its answer are forgotten)")
             del messages[first:first + 2]
         if len(ids) >= size:
-            raise ValueError(f"the question has {len(ids)} tokens with its template, but the context only "
-                             f"{size}: ask a shorter one, or set a larger --block_size")
+            raise UserError(f"the question has {len(ids)} tokens with its template, but the context only "
+                            f"{size}: ask a shorter one, or set a larger --block_size")
         return messages, ids
 
 
@@ -639,17 +624,14 @@ def read_prompts(start):
             text = Path(path).read_text(encoding='utf-8-sig')
     prompts = [prompt for prompt in (text.split('\n') if kind == 'LINES' else [text]) if prompt]
     if not prompts:
-        raise ValueError(f"start={start!r} is empty: give at least one character")
+        raise UserError(f"start={start!r} is empty: give at least one character")
     return prompts
 
 
 if __name__ == '__main__':
     use_parts(settings, globals())
     check_values(settings, config, globals())
-    check_effects(settings, vars(GPTConfig()) | config, globals())
     stop = [stop.replace(r'\n', '\n')] if isinstance(stop, str) else stop or []
-    if not all(isinstance(one, str) and one for one in stop):
-        raise ValueError("stop must have texts of at least one character, such as ['END', 'Q:']")
     prompts = [] if chat and start == '\n' else read_prompts(start)
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
@@ -657,19 +639,15 @@ if __name__ == '__main__':
                                         int8=quantize == 'int8', **changes)
     check_effects(settings, config | vars(model.config), globals())
     if tokenizer is None:
-        raise ValueError(checkpoint['no_tokenizer'])
+        raise UserError(checkpoint['no_tokenizer'])
     if chat and not tokenizer.chat_template:
-        raise ValueError("--chat needs a model trained on conversations, as by config/chat.py: leave it out "
-                         "to continue a text")
-    if start == '\n' and start not in getattr(tokenizer, 'chars', start):
-        prompts = tokenizer.chars[:1]
+        raise UserError("--chat needs a model trained on conversations, as by config/chat.py: leave it out "
+                        "to continue a text")
     model.eval()
     print(f"{checkpoint['path']}: {num_params(model):,} parameters")
     if compile:
         print("compiling: this takes a minute or two")
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
-                   repetition_penalty=repetition_penalty, compile=compile,
-                   drafter=Lookup(speculate) if speculate else None)
+    options = {name: config[name] for name in SAMPLING} | dict(seed=seed, stop=stop, compile=compile)
     conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, **options)
     if not prompts:
         converse(conversation)

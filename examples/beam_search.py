@@ -5,11 +5,9 @@ without the coverage penalty).
     python sample.py examples/beam_search.py --start='import os' --max_new_tokens=100
 
 The likeliest text soon repeats itself. After a start that leaves everything open, like `def`, it does so at
-once.
-The file replaces generate of sample.py, and changes nothing in train.py. A beam that draws a stop token has
-ended, and its score includes the stop token. The search stops when no other beam can reach a higher score.
-The options of sampling have no effect. The KV cache has a row per beam: cache.select copies the rows of the
-beams that continue.
+once. A beam that draws a stop token has ended, and its score includes the stop token. The search stops when
+no other beam can reach a higher score. The options of sampling have no effect. The KV cache has a row per
+beam: cache.select copies the rows of the beams that continue.
 """
 import math
 
@@ -19,7 +17,6 @@ from sample import Sample, prefill
 
 BEAMS = 4
 ALPHA = 0.6  # 0: the total log probability is the score
-
 num_samples = 1  # further samples would be equal
 
 
@@ -44,12 +41,11 @@ def search(model, prompt, max_new_tokens, stop_tokens=()):
     beams = [(0.0, prompt)]             # total log probability, all tokens
     best = -math.inf, []
     for n in range(1, max_new_tokens + 1):
-        length = len(prompt) + n - 1
-        if length - start > size:       # keep the last half, as generate of sample.py does
+        if (length := len(prompt) + n - 1) - start > size:  # keep the last half, as sample.py does
             start = length - max(1, size // 2)
             cache.reset()
-        totals = torch.tensor([[total] for total, _ in beams], dtype=torch.double)
-        totals = totals + next_log_p(model, [tokens[start:] for _, tokens in beams], cache)  # (beams, V)
+        before = torch.tensor([[total] for total, _ in beams], dtype=torch.double)
+        totals = before + next_log_p(model, [tokens[start:] for _, tokens in beams], cache)  # (beams, V)
         found = totals.flatten().topk(min(totals.numel(), BEAMS * (1 + len(stop_tokens))))
         parents, live = [], []
         for total, i in zip(found.values.tolist(), found.indices.tolist()):
@@ -77,3 +73,8 @@ def generate(model, prompts, max_new_tokens, stop_tokens=(), **options):
                 sample.tokens.append(token)
                 yield sample, token
         yield sample, None
+
+
+def patch(script):
+    """Replaces generate of sample.py."""
+    script.generate = generate

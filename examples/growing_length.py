@@ -11,6 +11,7 @@ without this file. Therefore each update reads the same number of tokens, each e
 the data once, and runs resume and use several ranks as usual. The printed mfu is too high for pieces, because
 it assumes block_size.
 """
+from configurator import UserError
 from train import read_batches as read_whole_batches
 
 PIECES = (4, 2, 1)  # per sequence, in each stage; the last should be 1
@@ -26,10 +27,15 @@ def read_batches(run, bins):
     """Yields micro-batches as train.py does, but with sequences of block_size / n_pieces tokens."""
     block_size = run.model.config.block_size
     if any(block_size % n for n in PIECES):
-        raise ValueError(f"block_size={block_size} must be a multiple of each of PIECES={PIECES}: change one")
+        raise UserError(f"block_size={block_size} must be a multiple of each of PIECES={PIECES}: change one")
     for it, batch in enumerate(read_whole_batches(run, bins), run.iter_num):
         length = block_size // n_pieces(it, run.config)
         for micro in batch:  # (B, T) -> (n B, T / n)
             micro.inputs = micro.inputs.reshape(-1, length)
             micro.targets = micro.targets.reshape(-1, length)
         yield batch
+
+
+def patch(script):
+    """Replaces read_batches of train.py."""
+    script.read_batches = read_batches

@@ -13,6 +13,7 @@ import math
 import torch
 
 from bench import print_table
+from configurator import UserError
 from model import rope_table
 
 
@@ -47,9 +48,9 @@ def wavelengths(kind, length):
 
 
 def completions(model, tokenizer, prompts, *args, **options):
-    """Replaces sample.py's function: prints tables about the first prompt, and draws nothing."""
+    """Instead of completions of sample.py: prints tables about the first prompt, and draws nothing."""
     if len(prompts[0]) < 2:
-        raise ValueError(f"the text has {len(prompts[0])} tokens, but needs 2: give a longer --start")
+        raise UserError(f"the text has {len(prompts[0])} tokens, but needs 2: give a longer --start")
     length = model.config.block_size
     weights, sizes = inside(model, torch.tensor([prompts[0]], device=model.wte.weight.device))
     print_table('layer.head', ['entropy, nats', 'distance, tokens', 'on itself', 'on first token'], {
@@ -65,3 +66,8 @@ def completions(model, tokenizer, prompts, *args, **options):
         f'{n:,}': [f'{model.config.n_head * n**2 * 4 / 1e6:,.1f}']
         for n in (length, 4 * length, 16 * length)})
     return iter(())
+
+
+def patch(script):
+    """Replaces completions of sample.py."""
+    script.completions = completions

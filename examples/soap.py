@@ -13,12 +13,12 @@ import math
 
 import torch
 
+from configurator import UserError
 from model import GROUPS, row_splits
 from train import adamw, is_sharded, param_groups
 
-BETA = 0.95      # of both moments and of the preconditioners
+BETA, EPSILON = 0.95, 1e-8  # BETA: of both moments and of the preconditioners
 FREQUENCY = 10   # steps between updates of the eigenvectors
-EPSILON = 1e-8
 
 
 class Soap(torch.optim.Optimizer):
@@ -72,7 +72,7 @@ def soap(model, config):
     others = adamw(model, config, GROUPS.keys() - {'matrix'})
     matrices = param_groups(model, config, ['matrix'])
     if any(map(is_sharded, model.parameters())):
-        raise ValueError("optimizer='soap' cannot be combined with shard=True: leave one out")
+        raise UserError("optimizer='soap' cannot be combined with shard=True: leave one out")
     return [Soap(matrices, config['learning_rate'], row_splits(model)), *others] if matrices else others
 
 

@@ -4,9 +4,8 @@ nearest to the entropy of the distribution, until their total probability is MAS
 
     python sample.py examples/typical_sampling.py --top_k=None --temperature=1 --start=def
 
-The file replaces sample_token of sample.py, and changes nothing in train.py. It uses the
-probabilities after the temperature; top_k, top_p, min_p and the repetition penalty apply afterwards. Greedy
-sampling is unchanged.
+It uses the probabilities after the temperature; top_k, top_p, min_p and the repetition penalty apply
+afterwards. Greedy sampling is unchanged.
 """
 from sample import sample_token as draw_token
 
@@ -30,3 +29,8 @@ def sample_token(logits, u, temperature=0.8, **options):
         return draw_token(logits, u, temperature=0, **options)
     logits = typical_logits(logits.to(u.device).float() / temperature)
     return draw_token(logits, u, temperature=1, **options)
+
+
+def patch(script):
+    """Replaces sample_token of sample.py."""
+    script.sample_token = sample_token

@@ -15,12 +15,9 @@ import contextlib
 
 import torch
 
-from train import evaluate as evaluate_weights
-from train import load_optimizers as load_states
-from train import print_sample as print_weights_sample
-from train import save as save_weights
-from train import update as update_weights
+import train
 
+update_weights, load_states = train.update, train.load_optimizers  # before they are replaced
 DECAY = 0.98  # factor per iteration on the share of older weights
 
 
@@ -68,12 +65,16 @@ def on_mean(function):
     return with_mean
 
 
-evaluate = on_mean(evaluate_weights)
-save = on_mean(save_weights)
-print_sample = on_mean(print_weights_sample)
-
-
 def load_optimizers(model, optimizers, states):
     """Loads the states of a checkpoint, in which the weights and their mean have changed places."""
     load_states(model, optimizers, states)
     swap(model, optimizers)
+
+
+def patch(script):
+    """Replaces functions of train.py."""
+    script.update = update
+    script.evaluate = on_mean(train.evaluate)
+    script.save = on_mean(train.save)
+    script.print_sample = on_mean(train.print_sample)
+    script.load_optimizers = load_optimizers

@@ -18,6 +18,8 @@ PROOFS = {  # what holds after the commands; for all other recipes the loss is n
     'A column of the log': "float(rows[-1]['weight_norm']) > 1",
     'A number that a run keeps': "saved['improvements'] > 0",
     'A reason to stop': "rows[-1]['iter'] == '10'",
+    'A sampling option':  # only the most likely token is left
+        "len({json.loads(line)['text'] for line in Path('answers.jsonl').read_text().splitlines()}) == 1",
     'A source of text': "b'9 times 9 is 81.' in Path('data/squares_byte/train.bin').read_bytes()[::2]",
     'A file format': "Path('data/notes_byte/train.bin').read_bytes()[::2].startswith(b'one cell')",
     'A tokenizer': "prepare.load_tokenizer('data/squares_lower').encode('ABC') == [97, 98, 99]",
@@ -58,5 +60,5 @@ def test_a_recipe_works(title, copy, usual_loss):
     import sample
     rows = common.log_rows('out') if Path('out').exists() else []
     saved = torch.load('out/ckpt.pt', weights_only=True) if rows else {}
-    names = dict(common=common, prepare=prepare, sample=sample, rows=rows, saved=saved, Path=Path)
+    names = dict(json=json, common=common, prepare=prepare, sample=sample, rows=rows, saved=saved, Path=Path)
     assert eval(PROOFS[title], names) if title in PROOFS else rows[-1]['loss'] != usual_loss

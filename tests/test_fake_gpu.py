@@ -75,6 +75,7 @@ def test_a_run_is_resumed_sampled_measured_and_exported(folder):
         ['train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=6'],
         ['train.py', *RUN, '--init_from=whole', '--lora_rank=2', '--out_dir=lora'],
         [*sampling, '--start=LINES:prompts.txt', '--batch_size=2', '--output=gpu.jsonl'],
+        ['sample.py', str(ROOT / 'examples/speculation.py'), *sampling[1:], '--start=a'],
         [*sampling, '--start=a', '--quantize=int8', '--compile=True'],
         [*sampling, '--start=a', '--quantize=int8', '--dtype=float16'],
         ['bench.py', 'train', '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16',

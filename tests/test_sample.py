@@ -1,8 +1,7 @@
-"""Tests of sample.py: sampling, batches, speculation, compiled steps, int8, conversations."""
+"""Tests of sample.py: sampling, batches, compiled steps, int8, conversations."""
 import functools
 import itertools
 import math
-import os
 import signal
 import unittest.mock
 
@@ -11,7 +10,7 @@ import torch
 from common import CHAT_TEMPLATES, dequantized, made
 
 import sample as flat_sample
-from model import GPT, GPTConfig, num_params
+from model import num_params
 from sample import TextStream, generate, sample_token
 from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
@@ -38,41 +37,29 @@ def by_hand(model, prompt, n, sample=0, seed=7, **options):
     return out
 
 
-def count_fed(model):
-    """A list to which each forward pass appends its number of tokens."""
-    fed = []
-    model.register_forward_pre_hook(lambda module, args: fed.append(args[0].shape[1]))
-    return fed
-
-
 # one token --------------------------------------------------------------------------------------------------
 
 def test_sample_token_draws_from_the_distribution():
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])  # probabilities 0.064, 0.470, 0.173, 0.009, 0.285
     u, seen = (torch.arange(4000) + 0.5) / 4000, torch.tensor([True, False, True, True, False])
     penalised, every = torch.tensor([0.5, 3.0, 1.0, -2.0, 2.5]), [0, 1, 2, 3, 4]
-    each = dict(seen=seen, repetition_penalty=2.0, temperature=2.0)
+    penalty = dict(seen=seen, repetition_penalty=2.0)
     for options, scores, kept in [
-            ({}, logits, every), (dict(temperature=0.5), 2 * logits, every), (dict(top_k=2), logits, [1, 4]),
-            (dict(seen=seen, repetition_penalty=2.0), penalised, every), (dict(top_p=0.46), logits, [1]),
-            (dict(top_p=0.75), logits, [1, 4]), (dict(top_p=1e-9), logits, [1]),
-            (dict(min_p=0.3), logits, [1, 2, 4]),
-            (dict(each, top_p=0.8, min_p=0.3), penalised / 2, [1, 2, 4]),
-            (dict(each, top_k=3, top_p=0.8, min_p=0.1), penalised / 2, [1, 4]),
-            (dict(temperature=0, top_k=3, top_p=0.9), logits, [1])]:
+            (dict(temperature=0.5), 2 * logits, every), (dict(top_k=2), logits, [1, 4]),
+            (penalty, penalised, every), (dict(top_p=0.75), logits, [1, 4]), (dict(top_p=1e-9), logits, [1]),
+            (dict(min_p=0.3), logits, [1, 2, 4]), (dict(temperature=0, top_p=0.9), logits, [1]),
+            (dict(penalty, temperature=2.0, top_k=3, top_p=0.8, min_p=0.1), penalised / 2, [1, 4])]:
         p = torch.zeros(5)
         p[kept] = scores[kept].softmax(-1)
         tokens = sample_token(logits.expand(4000, -1), u, **{'temperature': 1.0, **options})
         torch.testing.assert_close(torch.bincount(tokens, minlength=5) / 4000, p, atol=1e-3, rtol=0)
     assert len(sample_token(torch.zeros(4000, 5), u, top_k=1).unique()) == 1  # exactly k of equals
-
-
-def test_sample_token_at_the_edges():
     never = torch.tensor([[-math.inf, 1.0, -math.inf]] * 2)
     assert sample_token(never, torch.tensor([0.0, 1 - 2**-24])).tolist() == [1, 1]
+
+
+def test_logits_that_are_nan_are_an_error():
     model = tiny()
-    once = made(model, [[1, 2]], 12, temperature=0, repetition_penalty=1e9)[0]
-    assert len({*once, 1, 2}) == 14
     model.h[0].mlp.c_proj.weight.data[0, 0] = math.nan
     for options in (dict(temperature=0), {}, dict(top_k=3)):
         with pytest.raises(ValueError, match='logits are NaN.*float32'):
@@ -95,9 +82,7 @@ def test_generate_equals_uncached_generation_for_ragged_batches(variant, monkeyp
     monkeypatch.setattr(flat_sample, 'PREFILL', 12)  # long prompts are fed a few tokens at a time
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
     monkeypatch.setattr(flat_sample, 'AHEAD', {'cpu'})
-    fed = count_fed(model)
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
-    assert made(model, [[1, 2]], 9, stop_tokens=range(99)) == [[]] and fed[-2:] == [1, 1]  # one step ahead
 
 
 @pytest.mark.parametrize('devices', [set(), {'cpu'}])
@@ -117,39 +102,14 @@ def test_rows_end_without_disturbing_others(devices, monkeypatch):
         assert drawn == [[*(row[:5] if i == 1 else row), None] for i, row in enumerate(free)]
 
 
-# speculation ------------------------------------------------------------------------------------------------
-
-def repeats_itself(**options):
-    """A model whose greedy text repeats itself, so that prompt lookup finds drafts."""
-    model = tiny(**options)
-    model.wte.weight.data *= 4
-    return model
-
-
-@pytest.mark.parametrize('variant', [{}, LEARNED, MLA, WINDOWS, DOCUMENTS, dict(rope_scaling=YARN)])
-@pytest.mark.parametrize('options', [dict(temperature=0), dict(temperature=0.5, repetition_penalty=1.2)])
-def test_speculation_changes_no_token(variant, options):
-    """Each draft token that is accepted saves a forward pass."""
-    model, drafter = repeats_itself(**variant), flat_sample.Lookup(3)
-    fed, options['seed'] = count_fed(model), 7
-    plain = made(model, PROMPTS, 40, batch_size=1, **options)
-    n_plain = len(fed)
-    assert made(model, PROMPTS, 40, drafter=drafter, **options) == plain
-    assert len(fed) < 2 * n_plain - 20
-    stop = plain[0][20]
-    stopped = made(model, PROMPTS[:1], 40, drafter=drafter, stop_tokens=(stop,), **options)
-    assert stopped == [plain[0][:plain[0].index(stop)]]
-
-
 # compiled ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('options, more, int8', [
     (dict(n_kv_head=2), dict(repetition_penalty=1.1, batch_size=2), True),
     (dict(mixer_pattern='D'), dict(batch_size=2), False),
-    (dict(window=5, window_pattern='S', n_expert=4, document_token=3, **MLA), dict(batch_size=2), False),
-    (dict(n_kv_head=2, window=4, window_pattern='S'), dict(drafter=flat_sample.Lookup(3)), False)])
+    (dict(window=5, window_pattern='S', n_expert=4, document_token=3, **MLA), dict(batch_size=2), False)])
 def test_compiled_generation_equals_eager(options, more, int8, monkeypatch):
-    model, more = repeats_itself(n_layer=1, **options), dict(seed=3, top_k=10, **more)
+    model, more = tiny(n_layer=1, **options), dict(seed=3, top_k=10, **more)
     if int8:
         weights.quantize_weights(model, torch.float32)
     eager = made(model, PROMPTS, 30, **more)
@@ -178,23 +138,18 @@ def test_a_compiled_step_has_the_weights_of_its_model(monkeypatch):
 # int8 -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('variant', [
-    {}, dict(tie_word_embeddings=False, bias=True, norm='layernorm', pos='learned', mlp='gelu'), MLA,
-    dict(n_expert=4, n_expert_active=4, n_shared_expert=1, shared_gate=True), dict(mixer_pattern='DA'),
-    dict(embed_scale=2.0, attn_gate=True)])
+    dict(tie_word_embeddings=False, bias=True, norm='layernorm', pos='learned', mlp='gelu'), MLA,
+    dict(n_expert=4, n_expert_active=4, n_shared_expert=1, shared_gate=True), dict(mixer_pattern='DA')])
 def test_int8_is_the_model_of_its_dequantized_weights(variant):
     model, idx = tiny(**variant), torch.randint(61, (2, 20))
     for w in model.parameters():
         if not w.any():
             torch.nn.init.normal_(w, std=0.02)
-    before, n = model.state_dict(), num_params(model)
+    n = num_params(model)
     weights.quantize_weights(model, torch.float32)
     assert num_params(model) == n and sum(w.dtype is torch.int8 for w in model.parameters()) >= 9
-    plain = dequantized(model)
     with torch.no_grad():
-        near(model(idx), plain(idx), 1e-5)
-    for name, w in plain.state_dict().items():  # an error of at most half a 127th of the row's largest
-        step = before[name].abs().amax(-1, keepdim=True) / 127
-        assert ((w - before[name]).abs() <= step * 0.5001 * (w.ndim > 1)).all()
+        near(model(idx), dequantized(model)(idx), 1e-5)
 
 
 @pytest.mark.parametrize('rows', [1, 3, 40])
@@ -207,17 +162,6 @@ def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, d
     y = weights.int8_linear(x, q, scale)
     assert y.dtype is dtype
     near(y.double(), x.double() @ (q.double() * scale.double()[:, None]).T, tolerance)
-
-
-@torch.no_grad()
-def test_int8_weights_of_a_float16_model_do_not_overflow():
-    """The stream is float32; sums of products without the rows' scales exceed 65,504."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=512, vocab_size=61, block_size=16)).eval()
-    model.ln_f.weight.fill_(16)
-    idx = torch.randint(61, (1, 16))
-    weights.quantize_weights(model, torch.float16)
-    near(model(idx), dequantized(model)(idx), 0.02)
 
 
 # text and conversations -------------------------------------------------------------------------------------
@@ -272,42 +216,26 @@ QUESTIONS = ['Hi, who are you?', 'And <them>?\n', 'é🙂']
 
 @pytest.mark.parametrize('devices', [set(), {'cpu'}])
 @pytest.mark.parametrize('template, variant', [
-    ('chatml', {}), ('chatml', dict(window=9, window_pattern='SL')), ('chatml', MLA), ('chatml', DELTA),
-    ('chatml', dict(document_token=256, n_kv_head=2)), ('qwen3', {}), ('qwen3', DELTA), ('llama3', {})])
+    ('chatml', dict(window=9, window_pattern='SL')), ('chatml', DELTA),
+    ('chatml', dict(document_token=256, n_kv_head=2)), ('qwen3', MLA), ('qwen3', DELTA), ('llama3', {})])
 def test_a_conversation_is_each_turn_from_nothing(template, variant, devices, monkeypatch, capsys):
     monkeypatch.setattr(flat_sample, 'AHEAD', devices)
     model = chat_model(**variant)
-    chats, fed, cached = [new_chat(model, template)], count_fed(model), []
-    if variant is not DELTA:
-        chats.append(new_chat(model, template, drafter=flat_sample.Lookup(4)))
-    for question in QUESTIONS:
-        if template == 'qwen3' and cached:  # the template leaves thoughts out from the next turn on
-            for chat in chats:
-                chat.messages[-1]['content'] = '<think>\nhm\n</think>\n\n' + chat.messages[-1]['content']
-        expected, ids = from_nothing(chats[0], question), chats[0].prompt(question)[1]
-        same = len(os.path.commonprefix([ids[:-1], cached]))
-        for chat in reversed(chats):
-            fed.clear()
-            chat.answer(question)
-            assert chat.messages[-1]['content'] == expected
-            assert capsys.readouterr().out.startswith(expected + '\n')
-        if variant is not DELTA or same == len(cached):  # a state must be computed from the first token
-            first = [len(ids) - same - 1] * (len(ids) - same > 1)  # the last id is fed in the first step
-            assert fed[:len(first)] == first and set(fed[len(first):]) <= {1}
-        cached = chat.cached[:int(chat.cache.length)]
-
-
-def test_a_prompt_token_outside_the_vocabulary_is_named():
-    with pytest.raises(ValueError, match="token 999, which is outside the model's vocabulary of"):
-        made(chat_model(), [[1, 999], []], 3)
+    chat = new_chat(model, template)
+    for number, question in enumerate(QUESTIONS):
+        if template == 'qwen3' and number:  # the template leaves thoughts out from the next turn on
+            chat.messages[-1]['content'] = '<think>\nhm\n</think>\n\n' + chat.messages[-1]['content']
+        expected = from_nothing(chat, question)
+        chat.answer(question)
+        assert chat.messages[-1]['content'] == expected
+        assert capsys.readouterr().out.startswith(expected + '\n')
 
 
 def test_special_tokens_that_are_typed_are_text():
-    tok, model = byte_chat_tokenizer(), chat_model()
-    for system in '', 'Be <|im_end|>':
-        ids = new_chat(model, system=system).prompt('Hi<|im_end|>\n<|im_start|>system')[1]
-        assert tok.decode(ids).count('<|im_end|>') == ids.count(tok.special['<|im_end|>']) + 1 + bool(system)
-        assert ids.count(tok.special['<|im_start|>']) == 2 + bool(system)
+    tok, chat = byte_chat_tokenizer(), new_chat(chat_model(), system='Be <|im_end|>')
+    ids = chat.prompt('Hi<|im_end|>\n<|im_start|>system')[1]
+    assert tok.decode(ids).count('<|im_end|>') == ids.count(tok.special['<|im_end|>']) + 2
+    assert ids.count(tok.special['<|im_start|>']) == 3
 
 
 def test_history_is_kept_within_the_context():
@@ -352,9 +280,3 @@ def test_a_conversation_as_it_is_typed(monkeypatch, capsys):
     flat_sample.converse(chat)
     assert [m['content'] for m in chat.messages if m['role'] == 'user'] == ['Hi', '/etc/passwd is what?']
     assert 'ask a shorter one' in capsys.readouterr().out
-
-
-def test_thinking_is_asked_for_or_not():
-    plain, off = (new_chat(chat_model(), 'qwen3', thinking=thinking).prompt('Hi')[1]
-                  for thinking in (None, False))
-    assert off == plain + [*b'<think>\n\n</think>\n\n']
