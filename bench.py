@@ -494,7 +494,7 @@ def measure_eval(config, model_args, path=None):
         bins = Bins(name, 'val')
         bins.vocab_size = model.config.vocab_size
         documents = prepared_tokens(bins, name, tokenizer, rest['path'])
-        base = bins.meta['block_size'] or base  # conversations are packed into slots
+        base = bins.meta['packed'] or base  # conversations are packed into slots
     numbers = evaluate_text(name, documents, tokenizer, base, lengths, sums)
     return {'path': rest['path'], 'params': num_params(model), 'data': name, 'device': machine.device,
             'dtype': plain(machine.dtype), **numbers}

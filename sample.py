@@ -85,7 +85,7 @@ KEYS = {
     'config': dict,            # train.py's settings
     'parts': list,             # names that its config files replaced or extended
     'tokenizer': dict | None,  # the tokenizer's state()
-    # masked                   # whether the model was trained on conversations
+    # chats                    # whether the model was trained on conversations
     # data                     # meta.json of the dataset
     'lora': dict | None,       # rank, alpha, targets, folder, base, base_checksum
     'kept': list,              # iterations of ckpt-<iteration>.pt
@@ -120,6 +120,7 @@ def read_checkpoint(path):
         for name, value in checkpoint.items():
             if not isinstance(value, KEYS.get(name, object)):
                 raise ValueError(f"{path} is damaged or has another format: {name} is {value!r:.50}")
+        checkpoint.setdefault('chats', checkpoint.get('masked', True))  # older versions
         checkpoint['kept'] = [*map(int, checkpoint.get('kept', []))]  # becomes a part of paths
         args = {RENAMED.get(name, name): value for name, value in checkpoint['model_args'].items()}
         state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w.detach()
@@ -218,7 +219,7 @@ def find_tokenizer(checkpoint):
                                     "of its training: copy the data folder here")
         return tokenizer
     tokenizer = tokenizer_from_state(checkpoint['tokenizer'])
-    if not checkpoint.get('masked', True):
+    if not checkpoint['chats']:
         tokenizer.chat_template = None
     return tokenizer
 

@@ -70,7 +70,7 @@ import torch
 import train
 from bench import cache_per_token, json_output, named_model, print_json, print_table
 from model import LOOKUP_GROUPS, num_params
-from prepare import Bins, data_folder
+from prepare import Bins, data_folder, identity
 
 RUNS = 'out-compare'
 SIZES = 'none', 'params', 'active', 'inner_params'  # inner: without embeddings
@@ -174,7 +174,7 @@ def make_variants(texts, base, place):
         if is_bare and init_from != 'scratch':
             del args[0]  # the checkpoint has these settings
         folder = data_folder(dataset)
-        meta = Bins(folder, 'train').meta
+        meta = identity(Bins(folder, 'train').meta)
         sizes = in_child(measured_line, args) if revision == 'WORK' else None
         variants.append(Variant(name, code, digest + dumps(meta) + values, args, sizes))
     return variants
