@@ -680,7 +680,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         write_bins(temp, encoded, counts)
         meta = write_meta(temp, tok, label, eot, {**counts, 'packed': block_size, 'chats': bool(block_size)})
         folder.mkdir(exist_ok=True)
-        for path in folder.glob('*.bin'):
+        for path in itertools.chain(*(folder.glob(f'{split}.*.bin') for split in SPLITS)):
             if column_of(path):  # of older tokens
                 path.unlink()
         for path in Path(temp).iterdir():  # running jobs keep the old files

@@ -51,22 +51,25 @@ def in_processes(procs, work, items):
         procs = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     items = iter(items)
     groups = iter(lambda: [*itertools.islice(items, GROUP)], [])
-    first = [*itertools.islice(groups, 2)]
-    groups = itertools.chain(first, groups)
-    if procs == 1 or len(first) < 2:
-        yield from map(work, itertools.chain.from_iterable(groups))
+    first = next(groups, [])
+    if procs == 1 or len(first) < GROUP:
+        yield from map(work, itertools.chain(first, items))
         return
     busy = collections.deque()
-    try:
-        with ProcessPoolExecutor(procs, initializer=start_worker, initargs=[work]) as pool:
-            for group in groups:
+    with ProcessPoolExecutor(procs, initializer=start_worker, initargs=[work]) as pool:
+        try:
+            for group in itertools.chain([first], groups):
                 results = busy.popleft().result() if len(busy) == procs else []
                 busy.append(pool.submit(work_on, group))
                 yield from results
             for future in busy:
                 yield from future.result()
-    except BrokenProcessPool as error:
-        raise OSError('a worker was killed, perhaps because memory ran out: lower --procs') from error
+        except BaseException as error:
+            for worker in multiprocessing.active_children():  # waiting for them may hang after Ctrl-C
+                worker.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise OSError('a worker was killed, perhaps because memory ran out: lower --procs') from error
+            raise
 
 
 def work_on(group):

@@ -138,11 +138,6 @@ def test_a_kind_that_lacks_a_part_is_named(monkeypatch):
     with pytest.raises(ValueError, match="kind 'shifted' cannot be exported"):
         to_json(tok)
 
-    class Empty(flat_tokenizer.Tokenizer):
-        kind = 'empty'
-    with pytest.raises(AttributeError, match='encode_array'):
-        Empty('empty', {}, {}).encode('a')
-
 
 def oracle(name):
     if name not in tok_oracles():
