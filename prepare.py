@@ -249,8 +249,9 @@ def read_record(place, record, field='text', chats=None):
             return document
         raise ValueError('texts and conversations must be prepared separately')
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
-        raise ValueError(f'{place}: no text in field {field!r} and no messages ({e!r:.200}): correct the '
-                         'record, choose another --field, or omit such records by --errors=ignore') from None
+        raise ValueError(f'{place}: no text in field {field!r} and no messages in {record!r:.200} '
+                         f'({e!r:.200}): correct the record, choose another --field, or omit such records by '
+                         '--errors=ignore') from None
 
 
 def is_conversation(value):
