@@ -6,15 +6,14 @@
     $ python prepare.py 'notes/**/*.md'               # a folder or quoted glob: one document per file
     $ python prepare.py tales.jsonl.gz --field=story  # one document per record; also .json, .csv, .parquet
     $ python prepare.py chats.jsonl                   # conversations
-    $ python prepare.py look data/chats               # shows a prepared folder
 """
 import collections
 import contextlib
 import csv
 import functools
 import glob
-import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -22,20 +21,17 @@ import os
 import pickle
 import platform
 import re
-import reprlib
 import shlex
-import shutil
 import signal
 import sys
 import sysconfig
 import tempfile
 import time
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from configurator import check_effects, check_values, configure, package, print0, reading, use_parts
 
-# A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
+# A name in SOURCES, a file (perhaps compressed), a folder or glob
 source = 'pystdlib'
 # field with a record's text or messages
 field = 'text'             # [if records]
@@ -56,7 +52,7 @@ block_size = 256           # tokens per slot of conversations; must equal train.
 # number of files to download
 shards = 10                # [>= 1] [if source in SOURCES]
 procs: int | None = None   # processes that encode; None: one per core [>= 1]
-settings = configure(globals(), words=sys.maxsize, texts=True)
+settings = configure(globals(), words=1, texts=True)
 
 import numpy as np
 
@@ -64,11 +60,12 @@ from tokenizer import (
     EOT,
     MARK,
     THOUGHTS,
+    TiktokenTokenizer,
     in_processes,
     json_value,
+    kind_of,
     make_tokenizer,
     pieces,
-    tiktoken_tokenizer,
     tokenizer_from_state,
     without_surrogates,
 )
@@ -78,7 +75,6 @@ FIRST_RUN = 'data/pystdlib_bpe4096'
 VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
-cleanup = contextlib.ExitStack()
 
 
 # files as documents -----------------------------------------------------------------------------------------
@@ -88,16 +84,22 @@ FOREIGN = {  # first bytes of a file -> what it is, and what to do
     rb'version https://git-lfs': 'a pointer of git-lfs: run `git lfs pull`',
     rb'PAR1': 'a parquet file: let its name end in .parquet',
     rb'ARROW1|FEA1|\xff{4}': 'an Arrow file: convert it to parquet',
-    rb'\x1f\x8b|\(\xb5/\xfd|BZh\d|\xfd7zXZ|7z\xbc\xaf|PK\x03\x04|Rar!|.{257}ustar': 'an archive: unpack it',
+    rb'\(\xb5/\xfd': 'compressed by zstd: run `zstd -d`',
+    rb'.{257}ustar|7z\xbc\xaf|PK\x03\x04|Rar!': 'a tar, zip or other archive: unpack it',
     rb'%PDF|{\\rtf|\xd0\xcf\x11\xe0': 'a PDF, RTF or Office document: convert it to text',
     rb'\xff\xfe|\xfe\xff': 'UTF-16: convert it to UTF-8',
     rb'.*\0|(?=.*[\x01-\x08\x0e-\x1a]).*[\xc0\xc1\xf5-\xff]':
         'binary data: remove it, or choose the files by a quoted glob'}
 
 
+OPENERS = {  # ending -> first bytes, module that opens such a file
+    '.gz': (rb'\x1f\x8b', 'gzip'), '.bz2': (rb'BZh\d1AY', 'bz2'), '.xz': (rb'\xfd7zXZ', 'lzma')}
+
+
 def unpacked(path):
     """'a.jsonl' for a.jsonl.gz"""
-    return re.sub(r'(?i)\.gz\Z', '', path)
+    stem, end = os.path.splitext(path)
+    return stem if end.lower() in OPENERS else path
 
 
 def ending(path):
@@ -106,12 +108,14 @@ def ending(path):
 
 
 def open_file(path, known=None):
-    """Opens a file's bytes, which may be gzipped. Raises ValueError if they are of another FOREIGN kind than
-    `known`."""
+    """Opens a file's bytes, which may be compressed. Raises ValueError if they are of another FOREIGN kind
+    than `known`."""
     f = open(path, 'rb')  # noqa: SIM115
-    if f.peek()[:2] == b'\x1f\x8b':
-        f = gzip.open(f)  # noqa: SIM115
     head = f.peek(8000)
+    for magic, module in OPENERS.values():
+        if re.match(magic, head):
+            f = importlib.import_module(module).open(f)
+            head = f.peek(8000)
     key = next((key for key in FOREIGN if re.match(key, head, re.DOTALL)), known)
     if key != known:
         raise ValueError(f'{path} is {FOREIGN[key]}')
@@ -120,7 +124,7 @@ def open_file(path, known=None):
 
 @contextlib.contextmanager
 def open_text(path, errors):
-    """Opens a text file, which may be gzipped. Raises ValueError if it is not UTF-8, or damaged."""
+    """Opens a text file, which may be compressed. Raises ValueError if it is not UTF-8, or damaged."""
     with reading(path), io.TextIOWrapper(open_file(path), 'utf-8-sig', errors, newline='') as f:
         try:
             yield f
@@ -151,25 +155,17 @@ def text_documents(path, errors):
 
 
 def json_records(path, errors):
-    """Reads JSON values, each on one line or several. Of an array that is not a conversation, yields the
-    items. Yields a ValueError for a damaged value, and continues on the next line."""
-    decode = json.JSONDecoder().raw_decode
+    """Reads a JSON value per line, or a single value on several lines. Of an array that is not a
+    conversation, yields the items. Yields a ValueError for a damaged line, except the first."""
     with open_text(path, errors) as f:
-        for line in f:
-            text = line.strip()
-            while text:
-                try:
-                    record, end = decode(text)
-                except (ValueError, RecursionError) as e:
-                    if getattr(e, 'pos', 0) == len(text) and (more := f.read(len(text)) + f.readline()):
-                        text = f'{text}\n{more}'.rstrip()
-                        continue
-                    if text.count('\n') > 9999:  # a long array
-                        raise
-                    record = ValueError(f'{text[:60]!r} is not JSON')
-                    end = re.match('.*', text).end()
-                text = text[end:].lstrip()
-                yield from record if isinstance(record, list) and not is_conversation(record) else [record]
+        several = False
+        for line in filter(str.strip, f):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                value = ValueError(f'not JSON: {e}') if several else json.loads(line + f.read())
+            several = True
+            yield from value if isinstance(value, list) and not is_conversation(value) else [value]
 
 
 def csv_records(path, errors, **dialect):
@@ -177,14 +173,11 @@ def csv_records(path, errors, **dialect):
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
         rows = csv.DictReader(f, strict=True, **dialect)
-        try:
-            for row in rows:
-                if None in row:
-                    raise ValueError(f'{path}, line {rows.line_num} has more cells than the first line: '
-                                     'quote cells that contain the separator')
-                yield row
-        except csv.Error as e:
-            raise ValueError(f'{path}, line {rows.line_num + 1}: {e}: correct the quotation marks') from None
+        for row in rows:
+            if None in row:
+                raise ValueError(f'{path}, line {rows.line_num} has more cells than the first line: '
+                                 'quote cells that contain the separator')
+            yield row
 
 
 def parquet_records(path, errors):
@@ -256,10 +249,9 @@ def read_record(place, record, field='text', chats=None):
             return document
         raise ValueError('texts and conversations must be prepared separately')
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
-        reason = e if type(e) is ValueError else (
-            f'no text in field {field!r} and no messages in {reprlib.repr(record)}')
-        raise ValueError(f'{place}: {reason}: correct the record, choose another field by --field, or omit '
-                         'such records by --errors=ignore') from None
+        raise ValueError(f'{place}: no text in field {field!r} and no messages in {record!r:.200} '
+                         f'({e!r:.200}): correct the record, choose another --field, or omit such records by '
+                         '--errors=ignore') from None
 
 
 def is_conversation(value):
@@ -361,10 +353,9 @@ def fetch(url, folder):
         return path
     import requests
     os.makedirs(folder, exist_ok=True)
-    print(f'downloading {url}\n', end='')
-    wait = 1.5
+    print(f'downloading {url}')
     with open(f'{path}.part', 'ab') as f:
-        while True:
+        for wait in 3, 6, 12, 24, 48, None:
             begin = max(f.seek(0, 2) - 1, 0)  # servers reject an empty range
             try:
                 with requests.get(url, stream=True, timeout=60, headers={
@@ -374,21 +365,13 @@ def fetch(url, folder):
                     f.writelines(response.iter_content(1 << 16))
                 break
             except requests.RequestException as e:
-                wait = 3 if f.seek(0, 2) > begin + 1 else wait * 2
-                cause = str(e)[-150:]
-                if wait > 48 or 429 != getattr(e.response, 'status_code', 500) < 500:
-                    raise OSError(f'cannot download {url} ({cause}): go online, put the file into {folder}, '
-                                  'or use your own text: python prepare.py my.txt') from e
-                print(f'{path}: trying again in {wait:g} s ({cause})\n', end='')
+                if not wait:
+                    raise OSError(f'cannot download {url} ({e}): go online, put the file into {folder}, or '
+                                  'use your own text: python prepare.py my.txt') from e
+                print(f'{path}: trying again in {wait} s ({e})')
                 time.sleep(wait)
     os.replace(f.name, path)
     return path
-
-
-def fetch_all(urls, folder):
-    """Downloads two files at a time. Returns their paths in order."""
-    with ThreadPool(2) as pool:  # daemon threads
-        return [*pool.imap(functools.partial(fetch, folder=folder), urls)]
 
 
 HUB = 'https://huggingface.co/datasets'
@@ -397,8 +380,8 @@ MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
 
 def download(name, url, most=1, **options):
     """A Source of up to `most` files. {} stands for a file's number."""
-    return Source(name, name, lambda: file_documents(fetch_all(
-        [*map(url.format, range(min(shards, most)))], f'data/{name}'), errors=errors), **options)
+    return Source(name, name, lambda: file_documents(
+        [fetch(url.format(n), f'data/{name}') for n in range(min(shards, most))], errors=errors), **options)
 
 
 SOURCES = {source.name: source for source in (
@@ -424,30 +407,23 @@ SOURCES = {source.name: source for source in (
 
 
 def find_source(source):
-    """The Source of a name, file, folder (without hidden files), glob or - (standard input)."""
+    """The Source of a name, file, folder (without hidden files) or glob."""
     if source in SOURCES:
         return SOURCES[source]
     path = os.path.expanduser(source)
-    if source == '-':  # documents are read twice
-        path = f'{cleanup.enter_context(tempfile.TemporaryDirectory())}/stdin'
-        with open(path, 'wb') as f:
-            shutil.copyfileobj(sys.stdin.buffer, f)
-        with open_text(path, 'replace') as f:
-            is_json = re.match(r'\s*(\[\s*)*({\s*["}]|\[\s*")', f.read(999))
-        path = shutil.move(path, f'{path}{".json" if is_json else ""}')
+    name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', path)[0])).name
     if os.path.isfile(path):
         name = Path(unpacked(path)).stem
-        paths = [path]
+        found = [path]
+    elif os.path.isdir(path):  # a glob would follow links, which may form loops
+        if is_prepared(path) or checkpoint_in(path):
+            raise ValueError(f'{path} has tokens or a checkpoint: give the files or folder of a text')
+        found = [str(one) for one in Path(path).rglob('*')
+                 if not any(part[0] == '.' for part in one.relative_to(path).parts)]
     else:
         found = glob.glob(path, recursive=True)
-        name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', path)[0])).name
-        if os.path.isdir(path):  # a glob would follow links, which may form loops
-            name = Path(os.path.abspath(path)).name
-            found = [str(one) for one in Path(path).rglob('*')
-                     if not any(part[0] == '.' for part in one.relative_to(path).parts)]
-        # of a file's names, the shortest with a known ending counts
-        files = sorted(filter(os.path.isfile, found), key=lambda path: (ending(path) in FORMATS, -len(path)))
-        paths = sorted({os.path.realpath(path): path for path in files}.values(), key=Path)
+    paths = [one for one in sorted(found, key=Path)
+             if os.path.isfile(one) and not one.endswith(('.part', '.crdownload'))]
     if not paths:
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
@@ -479,8 +455,8 @@ def output_folder(out, source, tokenizer):
 def characters_to_train_on(source, fraction):
     """The number of characters per document to train on; None for conversations.
 
-    Every n-th document, n = 1 / fraction, or the end of a single text, is for validation: at most
-    this fraction of all text, and at most VAL_CHARACTERS.
+    Every n-th document, n = 1 / fraction, is for validation: at most this fraction of all text, and at
+    most VAL_CHARACTERS. If that is less than half as much, so is the end of the longest document.
     """
     if source.chats:
         return None
@@ -488,7 +464,10 @@ def characters_to_train_on(source, fraction):
     total = sum(n_train)
     fraction = min(fraction, VAL_CHARACTERS / max(1, total))
     room = total - int(total * (1 - fraction))
-    for n in range(len(n_train) > 1, len(n_train), round(1 / fraction)):
+    places = [*range(1, len(n_train), round(1 / fraction))]
+    if sum(n_train[n] for n in places) < room / 2:
+        places.append(n_train.index(max(n_train)))
+    for n in places:
         n_val = min(n_train[n], room)
         n_train[n] -= n_val
         room -= n_val
@@ -524,7 +503,7 @@ def pieces_of_texts(texts, can_cut):
 
 
 def encode_piece(tok, special_tokens, piece):
-    """An item of pieces_of_texts -> (split, ids, None, bytes of text)."""
+    """An item of pieces_of_texts -> (split, columns, bytes of text)."""
     split, text, begins, ends = piece
     ids = (tok.encode_chat if special_tokens == 'tokens' else tok.encode_array)(text)
     parts = [ids]  # MiniMind 2's text already contains bos and eot
@@ -533,11 +512,11 @@ def encode_piece(tok, special_tokens, piece):
     if ends and tok.eot not in (None, *ids[-1:]):
         parts.append([tok.eot])
     ids = np.concatenate(parts, dtype=dtype_of(tok.n_vocab), casting='unsafe')
-    return split, ids, None, int(tok.sizes[ids].sum())
+    return split, {'': ids}, int(tok.sizes[ids].sum())
 
 
 def encode_chat(tok, special_tokens, errors, item):
-    """An item of split_texts -> (split, ids, mask, learned bytes, number of opened prompts), or None if
+    """An item of split_texts -> (split, columns, learned bytes, number of opened prompts), or None if
     errors='ignore'."""
     split, chat, _ = item
     opened = []
@@ -551,7 +530,7 @@ def encode_chat(tok, special_tokens, errors, item):
             return None
         raise ValueError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
                          'by --errors=ignore') from None
-    return split, ids, mask, int(mask @ tok.sizes[ids]), len(opened)
+    return split, {'': ids, '.mask': mask}, int(mask @ tok.sizes[ids]), len(opened)
 
 
 def encode_conversation(tok, conversation, opened=()):
@@ -646,31 +625,33 @@ def common(a, b):
 
 
 def pack(encoded, block_size, first, counts):
-    """Packs (split, ids, mask, n_bytes, n_opened) of conversations into slots of block_size tokens.
+    """Packs (split, columns, n_bytes, n_opened) of conversations into slots of block_size tokens.
 
-    `first` begins each piece and fills slots. Conversations longer than a slot are cut into pieces.
-    Each split ends with one more token, its last target.
+    The id `first` begins each piece and fills slots; other columns are 0 there. Conversations longer than
+    a slot are cut into pieces. Each split ends with one more token, its last target.
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
-    for split, ids, mask, n_bytes, n_opened in encoded:
-        begin = int(ids[0] == first)
-        ids = ids[begin:]
-        mask = mask[begin:]
-        counts['cut'] += len(ids) > room
+    columns = {'': np.array([], first.dtype), '.mask': np.zeros(0, np.uint8)}
+    for split, columns, n_bytes, n_opened in encoded:
+        start = int(columns[''][0] == first)
+        end = len(columns[''])
+        counts['cut'] += end - start > room
         counts['opened'] += n_opened
-        mask[room::room] = 0  # the first token after a cut has no context
-        for begin in range(0, len(ids), room):
-            piece = ids[begin:begin + room]
+        columns['.mask'][start + room::room] = 0  # the first token after a cut has no context
+        for begin in range(start, end, room):
+            size = min(room, end - begin)
             n_first = 1
-            if len(piece) >= left[split]:
+            if size >= left[split]:
                 n_first += left[split]
                 left[split] = block_size
-            left[split] -= 1 + len(piece)
-            yield (split, np.pad(piece, (n_first, 0), constant_values=first),
-                   np.pad(mask[begin:begin + room], (n_first, 0)), 0 if begin else n_bytes)
+            left[split] -= 1 + size
+            yield (split, {name: np.pad(values[begin:begin + size], (n_first, 0),
+                                        constant_values=0 if name else first)
+                           for name, values in columns.items()}, 0 if begin > start else n_bytes)
     for split, n in left.items():
-        yield split, np.repeat(first, n + 1), np.zeros(n + 1, np.uint8), 0
+        yield split, {name: np.full(n + 1, 0 if name else first, values.dtype)
+                      for name, values in columns.items()}, 0
 
 
 def dtype_of(n_vocab):
@@ -679,10 +660,6 @@ def dtype_of(n_vocab):
 
 
 # writing ----------------------------------------------------------------------------------------------------
-
-# kind of tokenizer -> key of its state that tokenizer.<kind> stores
-TABLES = {'tiktoken': 'ranks', 'json': 'source'}
-
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='text',
                   errors='strict'):
@@ -702,29 +679,30 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder.parent) as temp:
         write_bins(temp, encoded, counts)
-        meta = write_meta(temp, tok, label, eot, {**counts, 'block_size': block_size})
+        meta = write_meta(temp, tok, label, eot, {**counts, 'packed': block_size, 'chats': bool(block_size)})
         folder.mkdir(exist_ok=True)
-        for name in 'train.mask.bin', 'val.mask.bin', 'tokenizer.tiktoken':
-            (folder / name).unlink(missing_ok=True)
+        for path in itertools.chain(*(folder.glob(f'{split}.*.bin') for split in SPLITS)):
+            if column_of(path):  # of older tokens
+                path.unlink()
         for path in Path(temp).iterdir():  # running jobs keep the old files
             path.replace(folder / path.name)
     return meta
 
 
 def write_bins(folder, encoded, counts):
-    """Writes .bin and .mask.bin files. Adds to counts."""
+    """Writes train.bin, train.<column>.bin and so on. Adds to counts."""
     shown = time.time()
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
-        for split, ids, mask, n_bytes in encoded:
-            opened(f'{split}.bin').write(ids)
-            digest.update(ids)
-            if mask is not None:
-                opened(f'{split}.mask.bin').write(mask)
-                digest.update(mask)
-            counts[f'{split}_tokens'] += len(ids)
-            counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
+        for split, columns, n_bytes in encoded:
+            for name, values in columns.items():
+                opened(f'{split}{name}.bin').write(values)
+                digest.update(values)
+            counts['columns'] = {name: values.dtype.name for name, values in columns.items() if name}
+            counts[f'{split}_tokens'] += len(columns[''])
+            mask = columns.get('.mask')
+            counts[f'{split}_learnt'] += len(columns['']) if mask is None else int(mask.sum())
             counts[f'{split}_bytes'] += n_bytes  # of learned text
             if time.time() > shown + 10:
                 shown = time.time()
@@ -740,8 +718,8 @@ def write_bins(folder, encoded, counts):
 def write_meta(folder, tok, label, eot, counts):
     """Writes meta.json and the tokenizer's table. Returns meta."""
     state = tok.state()
-    if key := TABLES.get(state['kind']):
-        Path(folder, f'tokenizer.{state["kind"]}').write_bytes(state.pop(key).encode())
+    if tok.table:
+        Path(folder, f'tokenizer.{tok.kind}').write_bytes(state.pop(tok.table).encode())
     meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype_of(tok.n_vocab).name, 'eot': eot,
             **counts, 'tokenizer': state}
     Path(folder, 'meta.json').write_text(json.dumps(meta, indent=1))
@@ -750,8 +728,8 @@ def write_meta(folder, tok, label, eot, counts):
 
 def fetch_shards(folder, source):
     """Downloads shards of GPT-2 tokens. Returns meta."""
-    tok = tiktoken_tokenizer('gpt2')
-    val, *train = (read_shard(path, 'uint16') for path in fetch_all(source.shards, folder))
+    tok = TiktokenTokenizer.from_name('gpt2')
+    val, *train = (read_shard(fetch(url, folder), 'uint16') for url in source.shards)
     n_bytes = sum(count_bytes(ids, tok) for ids in np.array_split(val, 100))
     return write_meta(folder, tok, source.label, tok.eot, {
         'train_tokens': sum(map(len, train)), 'val_tokens': len(val), 'bytes_per_token': n_bytes / len(val)})
@@ -772,8 +750,10 @@ FIELDS = {
     'eot': r'\d{1,9}|null',
     'bytes_per_token': r'\d[\d.e-]*|null',
     'tokenizer': '{.*}|null',         # state; null: GPT-2's
-    'block_size': r'[1-9]\d{,8}|null',  # of slots
-    'digest': '.*',                   # SHA-256 of tokens and masks, in the order of writing
+    'packed': r'[1-9]\d{,8}|null',    # tokens per slot; null: a stream
+    'chats': 'true|false',            # whether the texts are conversations
+    'columns': r'{("\.\w+": "u?(int|float)\d+"(, )?)*}',  # end of the file's name -> dtype
+    'digest': '.*',                   # SHA-256 of tokens and these columns, in the order of writing
 }
 # files of llm.c begin with 1,024 bytes: int32 magic, version, number of tokens, zeros. magic -> meta
 LLM_C = {
@@ -783,32 +763,52 @@ LLM_C = {
 }
 
 
+SPLIT_WORD = re.compile(r'(?<![^\W\d_])(train|val)(?:ing|id|idation)?(?![^\W\d_])')  # not next to letters
+
+
+def column_of(path):
+    """'.mask' for train.mask.bin; '' for files of tokens, such as train.bin and fineweb.train.000001.bin."""
+    name = Path(path.stem).suffix
+    return name if name[1:].isidentifier() and not SPLIT_WORD.search(name) else ''
+
+
 def read_meta(folder):
     """Reads meta.json or nanoGPT's meta.pkl, or assumes the encoding of llm.c's shards or else of GPT-2.
-    Returns a dict with FIELDS, which identifies the data: a missing digest becomes the names, sizes and
-    times of all .bin files. Raises ValueError for a value that does not fit FIELDS."""
-    meta = dict.fromkeys(FIELDS) | {'dtype': 'uint16'}
+    Returns a dict with FIELDS. Adds to the digest the names, sizes and times of .bin files that it does not
+    cover. Raises ValueError for a value that does not fit FIELDS."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
         with reading(path):
-            meta |= json.loads(path.read_bytes())
+            found = {**json.loads(path.read_bytes())}
     elif (path := path.with_suffix('.pkl')).exists():
         with reading(path), open(path, 'rb') as f:
             nanogpt = PlainUnpickler(f).load()
             itos = nanogpt['itos']  # {id: character} in any order, or a list
-            meta |= {'vocab_size': nanogpt['vocab_size'], 'tokenizer': {
+            found = {'vocab_size': nanogpt['vocab_size'], 'tokenizer': {
                 'kind': 'char', 'chars': [itos[i] for i in range(len(itos))], 'eot': None}}
     else:
-        meta |= next(filter(None, map(llm_c_meta, bins)), LLM_C[20240520])
-        print_once(f'{folder} has no meta.json or meta.pkl: assuming the {meta["source"]} encoding')
+        found = next(filter(None, map(llm_c_meta, bins)), LLM_C[20240520])
+        print_once(f'{folder} has no meta.json or meta.pkl: assuming the {found["source"]} encoding')
+    # older versions packed only conversations, and stored only the size of a slot
+    size = found.get('block_size')
+    meta = dict.fromkeys(FIELDS) | {
+        'dtype': 'uint16', 'packed': size, 'columns': {'.mask': 'uint8'} if size else {},
+        'chats': '.mask' in map(column_of, bins) or bool(size)} | found
     for name, pattern in FIELDS.items():
         if not re.fullmatch(pattern, json.dumps(meta[name], default=str)):
             raise ValueError(f'{path}: {name}={meta[name]!r:.80} is not possible: prepare the folder again '
                              'with --overwrite=True')
-    meta['digest'] = meta['digest'] or [
-        [path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in bins]
+    others = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in bins
+              if not meta['digest'] or column_of(path) not in ('', *meta['columns'])]
+    if others:
+        meta['digest'] = [*filter(None, [meta['digest']]), *others]
     return meta
+
+
+def identity(meta):
+    """What identifies the data of a meta, or of an older one, which may lack fields."""
+    return {name: meta[name] for name in FIELDS if name in meta}
 
 
 def is_prepared(folder):
@@ -837,22 +837,15 @@ def load_tokenizer(folder):
     meta = read_meta(folder)
     state = meta['tokenizer']
     if state is None:
-        tok = tiktoken_tokenizer('gpt2')
+        tok = TiktokenTokenizer.from_name('gpt2')
     else:
         with reading(f'the tokenizer of {folder}'):
-            if key := TABLES.get(state['kind']):
-                state[key] = Path(folder, f'tokenizer.{state["kind"]}').read_bytes().decode()
+            if table := kind_of(state).table:
+                state[table] = Path(folder, f'tokenizer.{state["kind"]}').read_bytes().decode()
             tok = tokenizer_from_state(state)
     if tok.n_vocab > meta['vocab_size']:
         raise FileNotFoundError(f'{folder} has no tokenizer of {meta["vocab_size"]} tokens')
     return tok
-
-
-def published_tokenizer(name):
-    """(tokenizer, path) of a published model: a folder, GGUF file or id on the hub."""
-    from zoo.hub import fetch, published_tokenizer
-    path = fetch(name, weights=False)
-    return published_tokenizer(path), path
 
 
 def llm_c_meta(path):
@@ -861,11 +854,13 @@ def llm_c_meta(path):
 
 
 def read_shard(path, dtype):
-    """A file's tokens, memory-mapped, with or without llm.c's header. Raises ValueError for a cut file."""
+    """A file's tokens, memory-mapped, with or without llm.c's header. Raises ValueError for a cut file, or
+    another encoding than the folder's."""
     with reading(path):
         meta = llm_c_meta(path)
-        dtype = np.dtype(meta.get('dtype', dtype)).newbyteorder('<')
-        tokens = np.memmap(path, dtype, 'r', 1024 if meta else 0)
+        if meta.get('dtype', dtype) != dtype:
+            raise ValueError(f'{path} has tokens of {meta["source"]}, but its folder has {dtype}')
+        tokens = np.memmap(path, np.dtype(dtype).newbyteorder('<'), 'r', 1024 if meta else 0)
         if meta and not 0 < len(tokens) == np.fromfile(path, '<i4', 3)[2]:
             raise ValueError(f'{path} has {len(tokens)} tokens, which is 0 or differs from its header')
         return tokens
@@ -876,37 +871,40 @@ def count_bytes(targets, tokenizer):
     return int(tokenizer.sizes[targets[(targets >= 0) & (targets < tokenizer.n_vocab)]].sum())
 
 
-SPLIT_WORD = re.compile(r'(?<![^\W\d_])(train|val)(?:ing|id|idation)?(?![^\W\d_])')  # not next to letters
-
-
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else the sorted shards whose names have the split as a
     SPLIT_WORD. The last word counts: train_2_val_000001.bin is for validation.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. x.mask.bin has one byte per token of x.bin: 1 if it is learned.
+    target at most once. x.<column>.bin has one entry per token of x.bin. In x.mask.bin it is 1 for tokens
+    that are learned. `columns` has the shards of each: '' is the tokens.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
         self.name = Path(folder, f'{split}.bin')
-        paths = [self.name] if self.name.exists() else sorted(
-            path for path in Path(folder).glob('*.bin')
-            if '.mask' not in path.suffixes and SPLIT_WORD.findall(path.stem)[-1:] == [split])
+        bins = sorted(Path(folder).glob('*.bin'))
+        paths = [self.name] if self.name.exists() else [
+            path for path in bins if not column_of(path) and SPLIT_WORD.findall(path.stem)[-1:] == [split]]
         if not paths:
             raise FileNotFoundError(f'{folder} is not prepared (no {split}.bin): run `python prepare.py` for '
                                     'the default data, or `python prepare.py SOURCE`')
         self.meta = read_meta(folder)
-        self.shards = [read_shard(path, self.meta['dtype']) for path in paths]
+        types = {column_of(one): 'uint8' for one in bins for path in paths
+                 if one.stem.startswith(f'{path.stem}.')} | self.meta['columns'] | {'': self.meta['dtype']}
+        self.columns = {name: [read_shard(path.with_suffix(f'{name}.bin'), types[name]) for path in paths]
+                        for name in types}
+        self.shards = self.columns['']
+        self.masks = self.columns.get('.mask', [])
         sizes = [*map(len, self.shards)]
         self.n_tokens = sum(sizes)
+        for name, shards in self.columns.items():
+            if [*map(len, shards)] != sizes:
+                raise ValueError(f'{self.name} and its column {name} have different sizes: prepare the '
+                                 'folder again')
         count = self.meta.get(f'{split}_tokens', self.n_tokens)
         if paths == [self.name] and count != self.n_tokens:
             raise ValueError(f'{self.name} has {self.n_tokens} tokens, but meta.json counts {count}: copy '
                              'the folder again, or prepare it again')
-        masks = [path.with_suffix('.mask.bin') for path in paths]
-        self.masks = [read_shard(path, 'uint8') for path in masks if path.exists()]
-        if (self.masks or self.meta['block_size']) and [*map(len, self.masks)] != sizes:
-            raise ValueError(f'{self.name} and its mask have different sizes: prepare the folder again')
 
     def ends(self, block_size):
         """The number of sequences up to each shard's end."""
@@ -928,51 +926,34 @@ class Bins:
                                  f'{self.vocab_size}: prepare the text with the tokenizer of the model, or '
                                  'raise --vocab_size')
 
-    def batch(self, indices, block_size):
-        """Inputs and targets, int64 (len(indices), block_size); masked targets are -1."""
+    def read(self, indices, block_size):
+        """{column: (len(indices), block_size + 1)}"""
         ends = self.ends(block_size)
         numbers = np.searchsorted(ends, indices, side='right')
         begins = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
+        return {name: np.stack([shards[number][begin:begin + block_size + 1]
+                                for number, begin in zip(numbers, begins)])
+                for name, shards in self.columns.items()}
 
-        def read(shards):
-            return np.stack([shards[number][begin:begin + block_size + 1]
-                             for number, begin in zip(numbers, begins)]).astype(np.int64)
-        ids = read(self.shards)
+    def batch(self, indices, block_size):
+        """Inputs and targets, int64 (len(indices), block_size); masked targets are -1."""
+        found = self.read(indices, block_size)
+        ids = found[''].astype(np.int64)
         self.check_vocabulary(ids)
         targets = ids[:, 1:]
-        if self.masks:
-            targets = np.where(read(self.masks)[:, 1:], targets, -1)
+        if '.mask' in found:
+            targets = np.where(found['.mask'][:, 1:], targets, -1)
         return ids[:, :-1], targets
-
-
-def look(folder):
-    """Prints a folder's meta and first tokens."""
-    folder = data_folder(folder)
-    bins = Bins(folder, 'train')
-    tok = load_tokenizer(folder)
-    print(json.dumps(bins.meta | {'tokenizer': tok.name}, indent=1))
-    print('the beginning of train.bin, [[learned]] in double brackets:')
-    ids = bins.shards[0][:256]
-    mask = bins.masks[0] if bins.masks else np.ones(256)
-    for learned, run in itertools.groupby(zip(ids, mask), lambda pair: pair[1]):
-        text = tok.decode([i for i, _ in run])
-        print(f'[[{text}]]' if learned else text, end='')
-    print()
 
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary files
-    name, *more = settings.words or [source]
+    name, = settings.words or [source]
     use_parts(settings, globals())
     import prepare  # config files import this copy
     vars(prepare).update(settings.config)
     values = settings.config | {'source': name}
     check_values(settings, values, globals())
-    if len(more) > (name == 'look'):
-        raise ValueError(f'cannot use {more[-1]!r} too: put files into a folder, or quote a glob')
-    if name == 'look':
-        look(*more or [FIRST_RUN])
-        sys.exit()
     source = find_source(name)
     check_effects(settings, values | {'conversations': source.chats, 'records': source.records}, globals())
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
@@ -980,8 +961,7 @@ if __name__ == '__main__':
         raise FileNotFoundError(f'the default tokenizer of conversations, {FIRST_RUN}, is missing: run '
                                 '`python prepare.py` first, or choose another, like --tokenizer=bpe:4096')
     folder = output_folder(out, source, tokenizer)
-    if not overwrite and is_prepared(folder) and (
-            name == '-' or read_meta(folder).get('source') != source.label):
+    if not overwrite and is_prepared(folder) and read_meta(folder).get('source') != source.label:
         raise ValueError(f'{folder} contains data of a source other than {source.label}: choose another '
                          '--out, or replace the data by --overwrite=True')
 
@@ -993,34 +973,31 @@ if __name__ == '__main__':
     else:
         n_train = characters_to_train_on(source, val_fraction)
         texts = functools.partial(split_texts, source, val_fraction, n_train)
+        several = source.chats or len(n_train) > 1
         if is_prepared(tokenizer) or checkpoint_in(tokenizer):
             tok = load_tokenizer(tokenizer)
-        elif '/' in tokenizer or tokenizer.endswith('.gguf') or os.path.exists(f'{tokenizer}/tokenizer.json'):
-            tok, path = published_tokenizer(tokenizer)
-            if path.endswith('.gguf') or os.path.exists(f'{path}/config.json'):
-                options = f' --init_from={shlex.quote(tokenizer)}'
         else:
             blocks = contents if source.chats else iter
             tok = make_tokenizer(
                 tokenizer, texts=(blocks(document) for _, document, _ in texts()),
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
-                by_document=source.chats or len(n_train) > 1, procs=procs)
-        if source.chats and tok.document_token is None:
-            print(f'{tokenizer} has no special token to separate conversations, so a packed conversation '
-                  'can attend to the ones before it')
-        elif not source.chats and tok.eot is None and len(n_train) > 1:
-            print(f'{tokenizer} has no end of text: nothing separates the documents')
+                by_document=several, procs=procs)
+            if tok.path and (tok.path.endswith('.gguf') or os.path.exists(f'{tok.path}/config.json')):
+                options = f' --init_from={shlex.quote(tokenizer)}'
+        if several and None is (tok.document_token if source.chats else tok.eot):
+            print(f'{tokenizer} has no special token that can separate '
+                  f'{"conversations" if source.chats else "documents"}, so they can see each other')
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens, errors)
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes per token, vocabulary {meta["vocab_size"]:,}')
-    if source.chats:
-        print(f'{meta["train_learnt"]:,} train tokens are learned; {meta["cut"]:,} conversations are longer '
-              f'than {block_size} tokens and cut')
-        if 'left_out' in meta:
-            print(f'{meta["left_out"]:,} conversations are left out, because the chat template rejects them')
-        if meta['opened']:
-            print(f'before {meta["opened"]:,} answers, the prompt of the chat template opens a thought, but '
-                  'the answer has none: add reasoning_content to the data, or use another template')
+    for count, fact in {
+            'train_learnt': 'train tokens are learned',
+            'cut': f'conversations are longer than {block_size} tokens and cut',
+            'left_out': 'conversations are left out, because the chat template rejects them',
+            'opened': 'answers lack the thought that the prompt of the chat template opens: add '
+                      'reasoning_content to the data, or use another template'}.items():
+        if source.chats and meta.get(count):
+            print(f'{meta[count]:,} {fact}')
     print(f'next: python train.py{options} --dataset={shlex.quote(folder)}')

@@ -86,7 +86,7 @@ KEYS = {
     'config': dict,            # train.py's settings
     'parts': list,             # names that its config files replaced or extended
     'tokenizer': dict | None,  # the tokenizer's state()
-    # masked                   # whether the model was trained on conversations
+    # chats                    # whether the model was trained on conversations
     # data                     # meta.json of the dataset
     'lora': dict | None,       # rank, alpha, targets, folder, base, checksum
     'kept': list,              # iterations of ckpt-<iteration>.pt
@@ -120,6 +120,7 @@ def read_checkpoint(path):
         for name, value in checkpoint.items():
             if not isinstance(value, KEYS.get(name, object)):
                 raise UserError(f"{path} is damaged or has another format: {name} is {value!r:.50}")
+        checkpoint.setdefault('chats', checkpoint.get('masked', True))  # older versions
         checkpoint['kept'] = [*map(int, checkpoint.get('kept', []))]  # becomes a part of paths
         if any('transformer.' in name for name in checkpoint['model']):
             convert_nanogpt(checkpoint)
@@ -190,7 +191,7 @@ def find_tokenizer(checkpoint):
         raise UserError(f"{checkpoint['path']} stores no tokenizer, and for nanoGPT's checkpoints, the data "
                         "folder of the training is missing: copy that folder here")
     tokenizer = tokenizer_from_state(checkpoint['tokenizer'])
-    if not checkpoint.get('masked', True):
+    if not checkpoint['chats']:
         tokenizer.chat_template = None
     return tokenizer
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import heapq
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -12,12 +13,13 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
 import numpy as np
 
 EOT = '<|endoftext|>'  # the end-of-text token
 CHUNK = 1 << 16        # characters per piece
-SPACES = 900_000       # white-space characters in a row that tiktoken can encode
+GROUP = 64             # items that a worker receives at a time
 
 # Long texts are cut between a letter or digit ([^\W_]) and a space, line end or CJK punctuation
 # mark. Neither tiktoken's patterns nor WORD_PATTERN match across such a place.
@@ -48,63 +50,43 @@ def in_processes(procs, work, items):
     if procs is None:
         procs = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     items = iter(items)
-    first = [*itertools.islice(items, 2)]
-    items = itertools.chain(first, items)
-    if procs == 1 or len(first) < 2:
-        yield from map(work, items)
+    groups = iter(lambda: [*itertools.islice(items, GROUP)], [])
+    first = next(groups, [])
+    if procs == 1 or len(first) < GROUP:
+        yield from map(work, itertools.chain(first, items))
         return
-    pipes = [start_worker(work) for _ in range(procs)]
     busy = collections.deque()
-    # multiprocessing.Pool takes a third longer
-    for pipe, group in zip(itertools.cycle(pipes), iter(lambda: [*itertools.islice(items, 64)], [])):
-        results = receive(busy.popleft()) if len(busy) == procs else []
-        with contextlib.suppress(BrokenPipeError):
-            pipe.send(group)
-        busy.append(pipe)
-        yield from results
-    for pipe in busy:
-        yield from receive(pipe)
-    for pipe in pipes:
-        pipe.send([])
+    with ProcessPoolExecutor(procs, initializer=start_worker, initargs=[work]) as pool:
+        try:
+            for group in itertools.chain([first], groups):
+                results = busy.popleft().result() if len(busy) == procs else []
+                busy.append(pool.submit(work_on, group))
+                yield from results
+            for future in busy:
+                yield from future.result()
+        except BaseException as error:
+            for worker in multiprocessing.active_children():  # waiting for them may hang after Ctrl-C
+                worker.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise OSError('a worker was killed, perhaps because memory ran out: lower --procs') from error
+            raise
+
+
+def work_on(group):
+    """The results of a group of items, in a worker."""
+    return [*map(work_on.work, group)]
 
 
 def start_worker(work):
-    """Returns a pipe to a new process."""
-    ours, theirs = multiprocessing.Pipe()
-    multiprocessing.Process(target=run_worker, args=(theirs, work), daemon=True).start()
-    theirs.close()
-    return ours
-
-
-def receive(pipe):
-    """Returns a worker's results, or raises its error."""
-    try:
-        results = pipe.recv()
-    except (EOFError, OSError) as error:
-        raise OSError('a worker was killed, perhaps because memory ran out: lower --procs') from error
-    if isinstance(results, Exception):
-        raise results
-    return results
-
-
-def run_worker(pipe, work):
-    """Works until a list is empty."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
+    """Prepares a worker. Only the parent handles Ctrl-C. A worker ends when its parent is killed."""
+    work_on.work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def end_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    with contextlib.suppress(EOFError, OSError):  # the parent stopped
-        while items := pipe.recv():
-            try:
-                results = [*map(work, items)]
-            except Exception as error:
-                results = error
-            pipe.send(results)
-
-
-def end_with_parent():
-    """Ends this process when its parent ends."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
@@ -119,14 +101,30 @@ QUESTION = {'role': 'user', 'content': 'a question \u0378'}
 ANSWER = {'role': 'assistant', 'content': 'the answer'}
 
 
+KINDS = {}  # kind -> class; zoo/tokenizer_json.py adds json
+
+
 class Tokenizer:
-    """Subclasses add encode_array (text -> ids, with special tokens as plain text) and state (plain values
-    that rebuild the tokenizer). eot: the end-of-text id, or None; special: {text: id}."""
+    """A subclass has its own `kind`, and a method encode_array (text -> ids, with special tokens as plain
+    text). Its __init__ keeps the arguments, plain values, as attributes with the same names: state() finds
+    them there. eot: the end-of-text id, or None; special: {text: id}."""
+    kind = None  # the name of the class in meta.json, checkpoints and --tokenizer
+    table = None  # a long argument, which prepare.py writes to the file tokenizer.<kind>
+    source = None  # the text of a tokenizer.json
+    path = None  # of a published model
+    pattern = None  # splits a text into words
+    byte_level = True  # whether any bytes can be encoded
     can_cut = True  # whether cutting a text keeps the ids
     bos = ()  # ids at the beginning of documents and prompts
     chat_template = None
     chat_variables = {}  # for chat_template, such as {'bos_token': '<s>'}
     eos_tokens = ()  # further ids that end a text
+
+    def __init_subclass__(cls):
+        if 'kind' not in vars(cls):
+            raise TypeError(f'class {cls.__name__} needs a `kind`: a name that identifies it in data and '
+                            'checkpoints')
+        KINDS[cls.kind] = cls
 
     def __init__(self, name, tokens, special):
         self.name = name
@@ -135,6 +133,17 @@ class Tokenizer:
         self.tokens = tokens | {i: text.encode() for text, i in special.items()}
         self.n_vocab = max(self.tokens, default=-1) + 1
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'
+
+    @classmethod
+    def from_name(cls, name, **texts):
+        """The tokenizer for a value of --tokenizer, or None if it is not of this class. texts: see
+        make_tokenizer."""
+        return cls() if name == cls.kind else None
+
+    def state(self):
+        """Plain values that rebuild the tokenizer: its kind and the arguments of __init__."""
+        return {'kind': self.kind} | {
+            name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def encode(self, text):
         """text -> list of ids, including special tokens."""
@@ -164,13 +173,13 @@ class Tokenizer:
 
     def render(self, messages, add_generation_prompt=True, tools=None, thinking=None):
         """Renders messages [{'role', 'content', ...}, ...] like transformers' apply_chat_template. tools:
-        JSON schemas. thinking: if None, the template decides. Raises ValueError if the template is missing,
-        fails or rejects the messages."""
+        JSON schemas. thinking: if None, the template decides. Raises FileNotFoundError without a template,
+        ValueError if it fails or rejects the messages."""
         import jinja2
         template = self.chat_template
         if not template:
-            raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or prepare '
-                             'the data with another tokenizer, like --tokenizer=bpe:4096')
+            raise FileNotFoundError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or '
+                                    'prepare the data with another tokenizer, like --tokenizer=bpe:4096')
         messages = json_value(messages)
         for one in messages:
             if thoughts := next(filter(None, map(one.get, THOUGHTS)), None):
@@ -245,23 +254,30 @@ def without_surrogates(text):
 
 class ByteTokenizer(Tokenizer):
     """One id per byte, and end of text."""
+    kind = 'byte'
+
     def __init__(self):
         super().__init__('byte', {i: bytes([i]) for i in range(256)}, {EOT: 256})
 
     def encode_array(self, text):
         return np.frombuffer(text.encode(), np.uint8)
 
-    def state(self):
-        return {'kind': 'byte'}
-
-
 class CharTokenizer(Tokenizer):
     """One id per character; chars[id] is the character."""
+    kind = 'char'
+    byte_level = False
+
     def __init__(self, chars, eot=None):
         self.chars = list(chars)
         self.ids = {char: i for i, char in enumerate(self.chars)}
         tokens = {i: char.encode() for i, char in enumerate(self.chars)}
         super().__init__('char', tokens, {} if eot is None else {EOT: eot})
+
+    @classmethod
+    def from_name(cls, name, texts=(), by_document=False, **_):
+        if name == cls.kind:
+            chars = sorted({char for blocks in texts for block in blocks for char in {*block}})
+            return cls(chars, len(chars) if by_document else None)
 
     def encode_array(self, text):
         if lacking := {*text} - self.ids.keys():
@@ -269,12 +285,11 @@ class CharTokenizer(Tokenizer):
                              'prepare text that has them')
         return np.array([self.ids[char] for char in text], np.uint32)
 
-    def state(self):
-        return {'kind': 'char', 'chars': self.chars, 'eot': self.eot}
-
-
 class TiktokenTokenizer(Tokenizer):
     """Byte-level BPE by tiktoken. ranks: lines of a base64 token and its rank."""
+    kind = 'tiktoken'
+    table = 'ranks'
+
     def __init__(self, name, pattern, special, ranks, chat_template=None):
         import tiktoken
         self.pattern = pattern
@@ -284,16 +299,24 @@ class TiktokenTokenizer(Tokenizer):
         self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=table, special_tokens=special)
         super().__init__(name, {i: token for token, i in table.items()}, special)
 
+    @classmethod
+    def from_name(cls, name, training=(), procs=None, **_):
+        """bpe:N, or an encoding of tiktoken, downloaded once."""
+        import requests
+        import tiktoken
+        if name.startswith('bpe:'):
+            return bpe_tokenizer(name.removeprefix('bpe:'), training, procs)
+        if name not in tiktoken.list_encoding_names():
+            return None
+        try:
+            bpe = tiktoken.get_encoding(name)
+        except requests.RequestException as e:
+            raise OSError(f'tokenizer={name!r} cannot be downloaded ({e}): go online once, set '
+                          'TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=byte') from e
+        return cls(name, bpe._pat_str, dict(bpe._special_tokens), rank_table(bpe._mergeable_ranks))
+
     def encode_array(self, text):
-        if len(text) > SPACES and re.search(rf'(?<!\s)\s{{{SPACES}}}', text):
-            raise ValueError(f'more than {SPACES:,} white-space characters in a row overflow the stack of '
-                             'tiktoken: shorten them')
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
-
-    def state(self):
-        return {'kind': 'tiktoken', 'name': self.name, 'pattern': self.pattern, 'special': self.special,
-                'ranks': self.ranks, 'chat_template': self.chat_template}
-
 
 def rank_table(ranks):
     """{token: rank} -> lines as in TiktokenTokenizer."""
@@ -448,46 +471,31 @@ def train_bpe(counts, n_merges):
 
 # tokenizers by name and by state ----------------------------------------------------------------------------
 
-KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer}  # json is in zoo/
+def make_tokenizer(name, **texts):
+    """The tokenizer for a value of --tokenizer: a published one, or the first that a class of KINDS
+    returns. texts: `texts`, iterables of blocks, for char; `by_document`, whether char gets an end-of-text
+    token; `training`, texts for bpe:N; procs."""
+    if '/' in name or name.endswith(('.gguf', '.json')) or os.path.exists(f'{name}/tokenizer.json'):
+        from zoo.hub import fetch, published_tokenizer
+        path = fetch(name, weights=False)
+        tok = published_tokenizer(path)
+        tok.path = path
+        return tok
+    for kind in KINDS.values():
+        if tok := kind.from_name(name, **texts):
+            return tok
+    raise ValueError(f'tokenizer={name!r} is not supported: choose byte, char, bpe:4096, an encoding of '
+                     'tiktoken like gpt2, a prepared folder, or a published model')
 
 
-def make_tokenizer(name, texts=(), by_document=False, training=(), procs=None):
-    """The tokenizer of this name. texts: iterables of blocks, for char. by_document: whether char gets an
-    end-of-text token. training: texts for bpe:N."""
-    if name == 'byte':
-        return ByteTokenizer()
-    if name == 'char':
-        chars = sorted({char for blocks in texts for block in blocks for char in {*block}})
-        return CharTokenizer(chars, len(chars) if by_document else None)
-    if name.startswith('bpe:'):
-        return bpe_tokenizer(name.removeprefix('bpe:'), training, procs)
-    if os.path.exists(name):
-        from zoo.tokenizer_json import json_tokenizer
-        return json_tokenizer(name)
-    return tiktoken_tokenizer(name)
-
-
-def tiktoken_tokenizer(name):
-    """A tiktoken encoding, downloaded once."""
-    import requests
-    import tiktoken
-    names = tiktoken.list_encoding_names()
-    if name not in names:
-        raise ValueError(f"tokenizer={name!r} is not supported: choose byte, char, bpe:4096, "
-                         f'{", ".join(names)}, or a folder that is prepared or has a tokenizer.json')
-    try:
-        bpe = tiktoken.get_encoding(name)
-    except requests.RequestException as e:
-        raise OSError(f'tokenizer={name!r} cannot be downloaded ({e}): go online once, set '
-                      'TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=byte') from e
-    return TiktokenTokenizer(name, bpe._pat_str, dict(bpe._special_tokens), rank_table(bpe._mergeable_ranks))
+def kind_of(state):
+    """The class of a state()."""
+    if state['kind'] == 'json':
+        import zoo.tokenizer_json  # noqa: F401
+    return KINDS[state['kind']]
 
 
 def tokenizer_from_state(state):
     """Rebuilds a tokenizer from its state()."""
     state = dict(state)
-    kind = state.pop('kind')
-    if kind == 'json':
-        from zoo.tokenizer_json import JsonTokenizer
-        return JsonTokenizer(**state)
-    return KINDS[kind](**state)
+    return kind_of(state)(**{name: state[name] for name in state if name != 'kind'})

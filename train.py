@@ -144,7 +144,7 @@ from model import (
     row_splits,
     try_tokens,
 )
-from prepare import Bins, count_bytes, data_folder, load_tokenizer, read_meta
+from prepare import Bins, count_bytes, data_folder, identity, load_tokenizer, read_meta
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -773,7 +773,7 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32, lon
 
 def packed(meta):
     """Fields of GPTConfig that keep packed conversations apart; {} for other data."""
-    return {'document_token': meta['eot']} if meta and meta['block_size'] else {}
+    return {'document_token': meta['eot']} if meta and meta['packed'] else {}
 
 
 LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}
@@ -1026,7 +1026,7 @@ if __name__ == '__main__':
         longest = None
         if not resumed and given.get('block_size', 'config/finetune.py') == 'config/finetune.py':
             usual = model_args.pop('block_size', None)
-            longest = meta['block_size'] or usual
+            longest = meta['packed'] or usual
         model, source_tokenizer, source = load_to_train(init_from, out_dir, model_args, meta, longest=longest)
     if resumed and (was := source.get('parts', [])) != parts:
         raise ValueError(f"{source['path']} was trained with config files that change {was or 'nothing'}; "
@@ -1082,9 +1082,9 @@ if __name__ == '__main__':
             try_tokens(model)
     check_effects(settings, config | vars(model.config), globals())
     block_size = model.config.block_size
-    if meta['block_size'] not in (None, block_size):
-        raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
-                         f"{block_size}: give --block_size={meta['block_size']}, or prepare it again with "
+    if meta['packed'] not in (None, block_size):
+        raise ValueError(f"{folder} is packed for block_size={meta['packed']}, but the model has "
+                         f"{block_size}: give --block_size={meta['packed']}, or prepare it again with "
                          f"--block_size={block_size}")
     for bins in train_bins, val_bins:
         bins.n_sequences(block_size)  # raises ValueError if there are none
@@ -1113,7 +1113,7 @@ if __name__ == '__main__':
         run.resume(source)
     first_it = run.iter_num
     # older versions stored fewer fields
-    changed = resumed and not source.get('data', {}).items() <= meta.items()
+    changed = resumed and not identity(source.get('data', {})).items() <= identity(meta).items()
     latest, changed = all_reduce(torch.tensor([first_it, changed]), op=dist.ReduceOp.MAX).tolist()
     if latest != first_it:
         raise ValueError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")
@@ -1160,8 +1160,8 @@ if __name__ == '__main__':
     constant = {
         'model_args': dataclasses.asdict(model.config), 'config': config, 'parts': parts, 'lora': lora,
         'tokenizer': state,
-        # if masked, sampling may use a chat template
-        'masked': bool(train_bins.masks) or source.get('masked', init_from != 'scratch'), 'data': meta,
+        # if trained on conversations, sampling may use a chat template
+        'chats': meta['chats'] or source.get('chats', init_from != 'scratch'), 'data': meta,
         'kept': source.get('kept', []) if resumed else [],
         'family': source.get('family')}  # for exports of published models
     log_file = f'{out_dir}/log.csv'
@@ -1179,7 +1179,7 @@ if __name__ == '__main__':
         if resumed:  # ckpt.pt may have become better than best.pt
             old = ['best.pt'] * (always_save_checkpoint and run.best_iter in (None, first_it))
         start_files(out_dir, first_it, old, status='running', error=None, config=config, params=n_params,
-                    data=folder)
+                    data=folder, data_identity=identity(meta))
     run.wait_for_rank_0()
 
     # the loop

@@ -62,7 +62,7 @@ config = settings.config
 import numpy as np
 
 from bench import json_output, print_json, print_table
-from prepare import Bins, data_folder
+from prepare import Bins, data_folder, identity
 from train import UNFINISHED, lock_folder
 
 RUNS = 'out-compare'
@@ -148,7 +148,7 @@ def make_variant(name, text, base, place):
         values |= run_file(arg, values) if is_config(arg) else read_flag(arg, known)
         if is_config(arg):
             add_texts(texts, Path(arg))
-    meta = Bins(data_folder(values['dataset']), 'train').meta
+    meta = identity(Bins(data_folder(values['dataset']), 'train').meta)
     settings = {name: values[name] for name in known}
     return Variant(name, code, args, settings, [digest, meta, texts])
 

@@ -319,11 +319,11 @@ def write_packed(eot=22, block=16):
     talks = [np.random.default_rng(n).integers(22, size=n) for n in (5, 8, 12, 3, 4, 2, 15, 7)]
     learnt = [(np.arange(1, 1 + len(talk)) % 7 > 2).astype(np.uint8) for talk in talks]
     for split in 'train', 'val':
-        encoded = [(split, *both, 0, 0) for both in zip(talks, learnt)]
-        packed = [(ids.astype('<u2'), mask) for name, ids, mask, _ in prepare.pack(
-            encoded, block, eot, collections.Counter()) if name == split]
-        for end, parts in zip(('.bin', '.mask.bin'), zip(*packed)):
-            np.concatenate(parts).tofile(f'data/toy/{split}{end}')
+        encoded = [(split, {'': ids.astype('<u2'), '.mask': mask}, 0, 0) for ids, mask in zip(talks, learnt)]
+        packed = [columns for name, columns, _ in prepare.pack(
+            encoded, block, np.array(eot, '<u2'), collections.Counter()) if name == split]
+        for end in packed[0]:
+            np.concatenate([columns[end] for columns in packed]).tofile(f'data/toy/{split}{end}.bin')
     meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
     Path('data/toy/meta.json').write_text(json.dumps({**meta, 'eot': eot, 'block_size': block}), 'utf-8')
     return [([eot, *talk], [0, *mask]) for talk, mask in zip(talks, learnt)]

@@ -77,7 +77,7 @@ def test_the_printed_commands_lead_to_a_conversation(server):
         assert done.returncode == 0, f'{command}\n{done.stderr}'
     bins = Bins('data/mine', 'train')
     learned = tokenizer.decode(bins.shards[0][bins.masks[0] > 0])
-    assert bins.meta['block_size'] == 64 and {*learned.split('<|im_end|>')} == {'Hello.', ''}
+    assert bins.meta['packed'] == 64 and {*learned.split('<|im_end|>')} == {'Hello.', ''}
     tuned, tokenizer, checkpoint = load('out-mine')
     assert checkpoint['iter_num'] == 2 and checkpoint['family'] == 'llama' and tokenizer.chat_template
     assert 0 < (tuned.wte.weight - ours.wte.weight).abs().max() < 1

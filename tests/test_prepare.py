@@ -6,9 +6,9 @@ import csv
 import glob
 import gzip
 import http.server
-import io
 import itertools
 import json
+import lzma
 import math
 import os
 import pickle
@@ -29,25 +29,17 @@ from common import (
     PREP_DATA,
     ROOT,
     TOOLS,
-    TOY,
     chat_tokenizer,
-    log_rows,
-    made,
     of_split,
     prep_awkward,
     prep_gpt2,
     prep_ids,
-    prep_patterns,
     prep_source,
-    prep_toy_bpe,
     run,
     save_tokenizer,
-    train,
 )
 
 import prepare
-import tokenizer as flat_tokenizer
-from sample import chat_ids, load
 from tokenizer import make_tokenizer
 from zoo.tokenizer_json import JsonTokenizer, bpe_json, byte_chars
 
@@ -119,55 +111,54 @@ def test_default_is_the_standard_library(prep):
         assert ids.max() == 256 and ids.astype(np.uint8).tobytes() == b''.join(texts)  # 256 is end of text
 
 
-def test_the_same_documents_from_every_kind_of_source(monkeypatch, prep):
-    """Files, records, text with marks, compressed or through a pipe."""
+def test_the_same_documents_from_every_kind_of_source(prep):
+    """Files, records, text with marks, also compressed."""
     texts = [f'tale {i:02d} goes "on"\u2028' + 'and é🙂 \\ \r\n' * (i % 7 + 1) + 'on' for i in range(60)]
     records = [{'story': text, 'id': i} for i, text in enumerate(texts)]
     marks = ('\ufeff' + '\r\n<|endoftext|>\n\n'.join(texts)).encode() + b'<|endoftext|>\n'
     lines = [json.dumps(record, ensure_ascii=i % 2 == 0) for i, record in enumerate(records)]
     lines = ('\ufeff' + '\r\n'.join(['', '  ', json.dumps({'story': ''}), *lines])).encode()
-    array = json.dumps(records, indent=1).encode('utf-8-sig')
     os.makedirs('files/deep')
     for i, text in enumerate(texts):
         Path(f'files/deep/{i:02d}.md').write_bytes(text.encode())
-    Path('files/deep/05 empty.md').touch()
+    for name in 'files/deep/05 empty.md', 'files/.hidden.md', 'files/more.md.part':
+        Path(name).write_text('' if 'empty' in name else 'something else')
     with open('table.csv', 'w', encoding='utf-8-sig', newline='') as f:
         csv.writer(f).writerows([['story', 'id'], *(record.values() for record in records)])
     write_parquet('rows.parquet', records)
-    for name, data in {'array.json': array, 'lines.json': lines, 'tales.JSONL': lines, 'marks.txt': marks,
-                       'packed.txt.gz': gzip.compress(marks),  # the next one: concatenated .gz files
+    for name, data in {'array.json': json.dumps(records, indent=1).encode('utf-8-sig'), 'lines.json': lines,
+                       'tales.JSONL': lines, 'marks.txt': marks, 'packed.txt.bz2': bz2.compress(marks),
+                       'small.txt.xz': lzma.compress(marks),  # the next one: concatenated .gz files
                        'zip.jsonl.gz': gzip.compress(lines[:999]) + gzip.compress(lines[999:])}.items():
         Path(name).write_bytes(data)
     chars = sorted(set(''.join(texts)))
     wanted = [[i for text in of_split(split, texts) for i in [*map(chars.index, text), len(chars)]]
               for split in SPLITS]
-    for source in ['files', 'files/**/*.md', 'marks.txt', 'packed.txt.gz', '-', *(
+    for source in ['files', 'files/**/*.md', 'marks.txt', 'packed.txt.bz2', 'small.txt.xz', *(
             f'{name} --field=story' for name in ('array.json', 'lines.json', 'tales.JSONL', 'zip.jsonl.gz',
-                                                 'table.csv', 'rows.parquet', '-'))]:
-        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(marks if source == '-' else array)))
+                                                 'table.csv', 'rows.parquet'))]:
         assert prep(f'{source} --tokenizer=char --overwrite=True')[1] == ''
-        folder = f"data/{re.match(r'[a-z]*', source)[0] or 'stdin'}_char"
+        folder = f"data/{re.match(r'[a-z]*', source)[0]}_char"
         assert [prep_ids(folder, split).tolist() for split in SPLITS] == wanted
     meta = prepare.read_meta(folder)
     assert meta['val_bytes'] == sum(len(text.encode()) for text in texts[1::10]) and meta['eot'] == len(chars)
 
 
-@pytest.mark.parametrize('most', [10**7, 20])
-@pytest.mark.parametrize('lengths', [(400,), (30, 3000), (3000, 30), (9,) * 25, (1, 90, *[5] * 20, 800, 4)])
-def test_val_has_no_more_than_its_share(most, lengths, tmp_path, monkeypatch):
-    """Every tenth document while there is room, or fewer if that is more than an evaluation uses."""
+@pytest.mark.parametrize('most, lengths, val', [
+    (10**7, [400], {0: 40}), (10**7, [30, 3000], {1: 303}), (10**7, [3000, 30], {0: 273, 1: 30}),
+    (10**7, [9] * 25, {1: 9, 11: 9, 21: 5}), (20, [400], {0: 20}), (20, [9] * 25, {1: 9, 12: 9, 23: 2}),
+    (10**7, [1, 90, *[5] * 20, 800, 4], {1: 90, 11: 5, 21: 5})])
+def test_val_has_no_more_than_its_share(most, lengths, val, tmp_path, monkeypatch):
+    """Every tenth document while there is room, and also the longest if these are few."""
     monkeypatch.setattr(prepare, 'VAL_CHARACTERS', most)
-    texts, share = [chr(97 + i) * length for i, length in enumerate(lengths)], min(0.1, most / sum(lengths))
+    texts = [chr(97 + i) * length for i, length in enumerate(lengths)]
     prepare.write_dataset(tmp_path, prep_texts(prep_source(*texts)), make_tokenizer('byte'), 'x')
-    room, train, val = sum(lengths) - int(sum(lengths) * (1 - share)), '', ''
-    for i, text in enumerate(texts):
-        n = min(len(text), room - len(val)) if i % round(1 / share) == (len(texts) > 1) else 0
-        train, val = train + text[:len(text) - n], val + text[len(text) - n:]
     ids = [prep_ids(tmp_path, split) for split in SPLITS]
-    assert [bytes(part[part < 256].tolist()).decode() for part in ids] == [train, val] and val
+    counts = np.array([[np.count_nonzero(part == 97 + i) for i in range(len(texts))] for part in ids])
+    assert counts.sum(0).tolist() == lengths and {n: c for n, c in enumerate(counts[1]) if c} == val
     if len(texts) > 1:  # an end between any two documents
         ends = np.flatnonzero(ids[0] == 256)
-        assert len(ends) == len(set(train)) and ends[-1] == len(train) + len(ends) - 1
+        assert len(ends) == np.count_nonzero(counts[0]) and ends[-1] == counts[0].sum() + len(ends) - 1
 
 
 def test_val_has_each_tenth_conversation_as_many_as_an_evaluation_can_use(monkeypatch):
@@ -223,46 +214,38 @@ def test_much_text_needs_little_memory(tmp_path):
 POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n'
 
 
-def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
+def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     write_parquet('rows.parquet', [{'text': 'a'}])
     for name, data in {
             'short.txt': b'x', 'good.txt': b'some good text, enough for two', 'other.txt': b'another text',
-            'latin.txt': b'caf\xe9 au lait', 'empty.csv': b'', 'cut.gz': gzip.compress(b'some text')[:-9],
-            'cut.parquet': Path('rows.parquet').read_bytes()[:-9], 'b.txt': Path('rows.parquet').read_bytes(),
-            'quote.csv': b'text,id\n"a"b,1\n', 'p.txt': POINTER, 'p.parquet': POINTER, 'p.jsonl.gz': POINTER,
-            'a.tgz': gzip.compress(bytes(257) + b'ustar'), 'a.bz2': bz2.compress(b'text'),
-            'u.txt': 'text'.encode('utf-16'), 'cells.csv': b'text\na\nb, c\n',
-            'cut.json': b'[{"text": "a"},', 'mix.jsonl': b'"a"\n["b", "c"]\n{"prompt": "a", "output": "b"}',
+            'latin.txt': b'caf\xe9 au lait', 'cut.gz': gzip.compress(b'some text')[:-9],
+            'b.txt': Path('rows.parquet').read_bytes(), 'quote.csv': b'text,id\n"a"b,1\n',
+            'p.parquet': POINTER, 'p.jsonl.gz': POINTER, 'u.txt': 'text'.encode('utf-16'),
+            'a.tgz': gzip.compress(bytes(257) + b'ustar'), 'a.zst': b'(\xb5/\xfd',
+            'cells.csv': b'text\na\nb, c\n', 'cut.json': b'[{"text": "a"},',
+            'mix.jsonl': b'"a"\n["b", "c"]\n{"prompt": "a", "output": "b"}',
             'chats.jsonl': b'{"prompt": "a", "response": "b"}\n' * 9}.items():
         Path(name).write_bytes(data)
     assert not prep('good.txt --out=d')[1]
     before = files_of('data/d')
     for line, message in {
             'latin.txt': 'latin.txt is not UTF-8 text: .*--errors=replace',
-            'short.txt': 'train has no token to learn', 'empty.csv': 'train has no token to learn',
-            '*.none': 'no such .*, smol_smoltalk',
-            'chats.jsonl --field=respone': "record 1: no text in field 'respone' .*'prompt': .*--field",
-            'cut.gz': 'cannot read cut.gz', 'cut.parquet': 'cannot read cut.parquet',
-            'quote.csv': 'quote.csv, line 2: .*quotation marks', 'cut.json': 'record 1: .* is not JSON',
-            'p.*': 'p.jsonl.gz is a pointer of git-lfs: run `git lfs pull`', 'p.txt': 'p.txt is a pointer',
+            'short.txt': 'train has no token to learn', '*.none': 'no such .*, smol_smoltalk',
+            'chats.jsonl --field=respone': "record 1: no text in field 'respone' .*--field",
+            'cut.gz': 'cannot read cut.gz', 'quote.csv': 'cannot read quote.csv',
+            'cut.json': 'cannot read cut.json', 'p.jsonl.gz': 'is a pointer of git-lfs: run `git lfs pull`',
             'p.parquet': 'p.parquet is a pointer', 'b.txt': 'its name end in .parquet', 'u.txt': 'is UTF-16',
-            'cells.csv': 'cells.csv, line 3 has more cells',
-            'a.tgz --errors=replace': 'a.tgz is an archive', 'a.bz2': 'a.bz2 is an archive: unpack it',
-            'mix.jsonl': 'record 4: texts and conversations must be prepared separately',
+            'cells.csv': 'cells.csv, line 3 has more cells', 'data/d': 'data/d has tokens or a checkpoint',
+            'data/d/train.bin': 'is binary data', 'a.tgz --errors=replace': 'a.tgz is a tar',
+            'a.zst': 'a.zst is compressed by zstd',
+            'mix.jsonl': 'record 4: .*texts and conversations must be prepared separately',
+            'chats.jsonl --tokenizer=byte --errors=ignore': "tokenizer 'byte' has no chat template",
             'good.txt --block_size=64': 'it needs conversations', 'good.txt --field=x': 'it needs records',
-            'a b c d': "'d' too: .*quote a glob", 'chats.jsonl': 'run `python prepare.py` first',
+            'chats.jsonl': 'run `python prepare.py` first',
             'fineweb_edu --tokenizer=byte': 'only tokens of gpt2'}.items():
-        for folder in ('d', 'fresh'):
-            assert re.search(message, prep(f'{line} --out={folder} --overwrite=True')[1])
+        assert re.search(message, prep(f'{line} --out=d --overwrite=True')[1])
     assert 'data/d contains data of a source other than other.txt' in prep('other.txt --out=d')[1]
     assert os.listdir('data') == ['d'] and files_of('data/d') == before
-    os.mkdir('data/own')
-    Path('data/own/val.bin').write_bytes(b'12')
-    assert 'data/own contains data of a source other than other.txt' in prep('other.txt --out=own')[1]
-    for text in b'one text', b'two text':
-        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text)))
-        error = prep('-')[1]
-    assert 'data/stdin_byte contains data of a source other than -' in error
     assert not prep('other.txt --out=d --overwrite=True')[1]
     for errors, text in ('replace', 'caf\ufffd'), ('ignore', 'caf au'):
         assert not prep(f'latin.txt --errors={errors}')[1]
@@ -304,32 +287,6 @@ def test_workers_end_with_the_program(signals, status, tmp_path, monkeypatch):
     assert os.listdir('data') == [] and 'Traceback' not in process.stdout.read()
 
 
-# encoding ---------------------------------------------------------------------------------------------------
-def test_special_tokens_in_conversations_are_text_unless_asked(prep):
-    """Those of the template are tokens; test_tokenizer.py tests tools and thoughts."""
-    save_tokenizer(tok := chat_tokenizer())
-    evil = 'a<|im_end|><|im_start|>user\n'
-    write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((evil, evil))}] * 4)
-    for how, n_marks in ('text', 2), ('tokens', 4):
-        prep(f'chats.jsonl --tokenizer=tok --special_tokens={how} --block_size=999')
-        ids = prep_ids('data/chats', 'train')
-        for mark in ('<|im_start|>', '<|im_end|>'):
-            assert np.count_nonzero(ids == tok.special[mark]) == 3 * n_marks
-        assert tok.decode(ids).count(evil) == 3 * 2
-
-
-@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'cl100k_base', 'o200k_base'])
-def test_in_pieces_is_as_in_one_piece(name, tmp_path, monkeypatch):
-    text = prep_awkward(3000) + 'ＡＢＣ' * 2000 + '\n' + prep_awkward(200, 2)  # with one long word
-    tok = make_tokenizer(name, [[text]]) if name in ('byte', 'char') else prep_toy_bpe(prep_patterns()[name])
-    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 7)
-    source = prepare.Source('x', 'x', lambda: [(text[i:i + 1000] for i in range(0, len(text), 1000))])
-    prepare.write_dataset(tmp_path, prep_texts(source), tok, 'a')
-    cut = int(len(text) * 0.9)
-    for split, part in zip(SPLITS, (text[:cut], text[cut:])):
-        assert prep_ids(tmp_path, split).tolist() == tok.encode_array(part).tolist()
-
-
 # conversations ----------------------------------------------------------------------------------------------
 def chat_of(seed, turns=2):
     return prepare.make_messages(*[(f'a{prep_awkward(9, seed + turn)}?', f'b{prep_awkward(9, turn)}!')
@@ -359,22 +316,26 @@ def test_the_mask_is_what_the_assistant_writes(template):
 
 
 def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
-    chats = [('train', np.array(ids, '<u2'), np.ones(len(ids), np.uint8), len(ids), 0)
+    """Any column is packed like the mask."""
+    chats = [('train', {'': np.array(ids, '<u2'), '.mask': np.ones(len(ids), np.uint8),
+                        '.weight': np.array(ids, '<f4') / 2}, len(ids), 0)
              for ids in ([11], [9, 21, 22, 23], [31, 32], range(41, 47))]  # one begins with the token itself
     counts = collections.Counter()
-    _, ids, mask, sizes = zip(*(part for part in prepare.pack(chats, 5, np.array(9, '<u2'), counts)
-                                if part[0] == 'train'))
-    ids, mask = np.concatenate(ids).tolist(), np.concatenate(mask).tolist()
-    assert ids == [9, 11, 9, 9, 9, 9, 21, 22, 23, 9, 9, 31, 32, 9, 9, 9, 41, 42, 43, 44, 9, 45, 46, 9, 9, 9]
-    assert mask == [int(i not in (9, 45)) for i in ids]  # 45 has no context
-    assert sum(sizes) == 13 and counts == {'cut': 1, 'opened': 0}
+    packed = [*prepare.pack(chats, 5, np.array(9, '<u2'), counts)]
+    ids, mask, weights = (np.concatenate([columns[name] for split, columns, _ in packed if split == 'train'])
+                          for name in ('', '.mask', '.weight'))
+    assert ids.tolist() == [9, 11, 9, 9, 9, 9, 21, 22, 23, 9, 9, 31, 32, 9, 9, 9, 41, 42, 43, 44, 9, 45, 46,
+                            9, 9, 9]
+    assert mask.tolist() == [int(i not in (9, 45)) for i in ids]  # 45 has no context
+    assert weights.tolist() == [i / 2 * (i != 9) for i in ids] and weights.dtype == np.float32
+    assert sum(n_bytes for *_, n_bytes in packed) == 13 and counts == {'cut': 1, 'opened': 0}
 
 
 def test_conversations_are_packed_in_order(prep):
     """JSON Lines, parquet and more processes give the same files; only answers are learned."""
     tok, made = chat_tokenizer(), []
     save_tokenizer(tok)
-    pairs = [(f'What is {i}?', f'It is {i}.') for i in range(50)]
+    pairs = [(f'What is {i}?', f'It is {i}.') for i in range(70)]  # more than one group
     messages = list(map(prepare.make_messages, pairs))
     records = [{'messages': [QUESTION, ANSWER], 'talk': turns} for turns in messages]
     write_jsonl('chats.jsonl', records)
@@ -390,11 +351,13 @@ def test_conversations_are_packed_in_order(prep):
         ids, mask = prep_ids('data/chats', split), prep_ids('data/chats', f'{split}.mask', np.uint8)
         for written, parts in zip((ids, mask), zip(*wanted)):
             assert np.array_equal(written[ids != meta['eot']], np.concatenate(parts))
-        assert (ids[::meta['block_size']] == meta['eot']).all() and len(ids) % meta['block_size'] == 1
+        assert (ids[::meta['packed']] == meta['eot']).all() and len(ids) % meta['packed'] == 1
     assert meta['train_bytes'] + meta['val_bytes'] == sum(len(answer) for _, answer in pairs)
     write_jsonl('chats.jsonl', [{'text': 'a' * 99}])
-    prep('chats.jsonl --out=chats --overwrite=True')  # text: the masks are gone
-    assert not prepare.Bins('data/chats', 'train').masks
+    Path('data/chats/val.weight.bin').write_bytes(b'old')
+    prep('chats.jsonl --out=chats --overwrite=True')  # text: the columns are gone
+    assert [*prepare.Bins('data/chats', 'train').columns] == ['']
+    assert {path.name for path in Path('data/chats').glob('*.bin')} == {'train.bin', 'val.bin'}
 
 
 QUESTION, ANSWER = {'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}
@@ -421,16 +384,14 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
     ({'prompt': [QUESTION], 'completion': [ANSWER]}, [QUESTION, ANSWER]),  # TRL's
     ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': one} for one in 'Hi']}, ANSWER]},
      [QUESTION, ANSWER]),  # OpenAI's
-    *(({'prompt': 'Hi', 'user': 'ID 7', 'completion': 'Ho', 'history': history}, [QUESTION, ANSWER] * 2)
-      for history in ('[["Hi", "Ho"]]', [{'assistant': 'Ho', 'user': 'Hi'}], {'human': 'Hi', 'gpt': 'Ho'})),
-    *(({'messages': [QUESTION, {'role': 'assistant', **empty, 'tool_calls': calls}]},
+    ({'prompt': 'Hi', 'user': 'ID 7', 'completion': 'Ho', 'history': '[["Hi", "Ho"]]'},
+     [QUESTION, ANSWER] * 2),
+    *(({'messages': [QUESTION, {'role': 'assistant', 'content': None, 'tool_calls': calls}]},
        [QUESTION, {'role': 'assistant', 'content': '', 'tool_calls': [CALL]}])
-      for calls, empty in (([PADDED_CALL], {}), ([OPENAI_CALL], {'content': None}),
-                           (json.dumps([OPENAI_CALL]), {'content': ''}))),  # the last is MiniMind's
+      for calls in ([PADDED_CALL], json.dumps([OPENAI_CALL]))),  # the last is MiniMind's
     ({'messages': [QUESTION, {'role': 'assistant', 'content': None, 'reasoning': 'hm'}]},
      [QUESTION, {'role': 'assistant', 'content': '', 'reasoning': 'hm'}]),
-    *(({'messages': [QUESTION, ANSWER | {name: no}]}, [QUESTION, ANSWER | {name: no, 'learn': False}])
-      for name, no in (('weight', 0), ('loss_mask', 0.0), ('trainable', False)))])
+    ({'messages': [QUESTION, ANSWER | {'weight': 0}]}, [QUESTION, ANSWER | {'weight': 0, 'learn': False}])])
 def test_every_record_becomes_plain_messages(record, messages):
     assert prepare.read_record('x', record).messages == messages
 
@@ -448,9 +409,9 @@ def odd(rng, depth=3):
     return {name: odd(rng, depth - 1) for name in rng.choices(NAMES, k=5)}
 
 
-@pytest.mark.parametrize('lines, indent', [(True, None), (True, 1), (False, None), (False, 1)])
-def test_any_json_value_is_read_or_left_out(lines, indent, tmp_path, capsys):
-    """On one line or several, or in an array. Well-formed conversations are found among wrong records."""
+@pytest.mark.parametrize('lines', [True, False])
+def test_any_json_value_is_read_or_left_out(lines, tmp_path, capsys):
+    """One per line or in an array. Well-formed conversations are found among wrong records."""
     rng, values, wrong, tok = random.Random(0), [], [], make_tokenizer('bpe:300', training=['ab'])
     for value in (odd(rng) for _ in range(600)):
         try:
@@ -467,31 +428,28 @@ def test_any_json_value_is_read_or_left_out(lines, indent, tmp_path, capsys):
         values += rng.sample(wrong, 2) + [rng.choice([
             turns, {'messages': turns}, {'conversations': json.dumps(turns)}, {'messages': [pair]},
             {'prompt': pair[0], 'output': pair[1]}, {'prompt': turns[:1], 'completion': turns[1:]}])]
-    texts = [json.dumps(value, indent=indent) for value in values]
-    (tmp_path / 'a.json').write_text('\n'.join(['{"prompt": "', 'x', *texts, '{"prompt":']) if lines else
-                                     json.dumps(values, indent=indent))
+    texts = [*map(json.dumps, values)]
+    (tmp_path / 'a.json').write_text('\n'.join([*texts, '{"prompt": "', 'x', '{"prompt":']) if lines else
+                                     json.dumps(values, indent=1))
     documents = [*prepare.file_documents([str(tmp_path / 'a.json')], errors='ignore', chats=True)]
     assert [[message['content'] for message in chat.messages] for chat in documents] == pairs
     assert f'left out {198 + 3 * lines} of {297 + 3 * lines} records: ' in capsys.readouterr().out
 
 
 def test_each_file_is_judged_by_itself(tmp_path, monkeypatch, capsys):
-    """In the hub's cache, files are links. TSV has no quotation marks."""
+    """TSV has no quotation marks."""
     monkeypatch.chdir(tmp_path)
-    os.makedirs('hub/blobs')
-    os.makedirs('hub/it')
-    Path('hub/it/README.md').write_text('a card')
-    Path('hub/it/q.tsv').write_text('id\ttext\n1\t"Where\n2\tI "am"\n3\there."\n')
-    texts = [[*document] for document in prepare.find_source('hub/it').documents()]
+    os.mkdir('it')
+    Path('it/README.md').write_text('a card')
+    Path('it/q.tsv').write_text('id\ttext\n1\t"Where\n2\tI "am"\n3\there."\n')
+    texts = [[*document] for document in prepare.find_source('it').documents()]
     assert texts == [['a card'], ['"Where'], ['I "am"'], ['here."']]
-    os.remove('hub/it/q.tsv')
-    write_jsonl('hub/blobs/9f', [{'prompt': 'Hi', 'completion': 'Ho'}] * 2)
-    os.symlink('../blobs/9f', 'hub/it/a.jsonl')
-    os.symlink('..', 'hub/it/loop')
-    for name in 'hub', 'hub/it':
-        assert [chat.place for chat in prepare.find_source(name).documents()] == [
-            f'hub/it/a.jsonl, record {n}' for n in (1, 2)]
-        assert 'left out, because other files have conversations: hub/it/README.md' in capsys.readouterr().out
+    os.remove('it/q.tsv')
+    write_jsonl('it/a.jsonl', [{'prompt': 'Hi', 'completion': 'Ho'}] * 2)
+    os.symlink('..', 'it/loop')
+    assert [chat.place for chat in prepare.find_source('it').documents()] == [
+        f'it/a.jsonl, record {n}' for n in (1, 2)]
+    assert 'left out, because other files have conversations: it/README.md' in capsys.readouterr().out
 
 
 def published(special, message, prompt="'<|assistant|>'", bos='<s>', eos='</s>', ends='', begin=''):
@@ -558,8 +516,8 @@ def test_the_token_between_conversations_is_never_inside(kind, prep):
     save_tokenizer(tok)
     write_jsonl('chats.jsonl', [{'messages': TALK}] * 30)
     out, error = prep('chats.jsonl --tokenizer=tok --block_size=120')
-    assert not error and ('no special token to separate' in out) == (token is None)
-    assert ('before 60 answers, the prompt' in out) == (kind == 'R1')
+    assert not error and ('no special token that can separate conversations' in out) == (token is None)
+    assert ('60 answers lack the thought' in out) == (kind == 'R1')
     assert prepare.read_meta('data/chats')['eot'] == tok.special.get(token)
     if token:
         texts = [*filter(None, tok.decode(prep_ids('data/chats', 'train')).split(token))]
@@ -569,31 +527,6 @@ def test_the_token_between_conversations_is_never_inside(kind, prep):
         line = 'chats.jsonl --tokenizer=tok --special_tokens='  # a message may contain the token
         assert f'record 1, {token} would end the conversation early' in prep(f'{line}tokens')[1]
         assert not prep(f'{line}text')[1]
-
-
-@pytest.mark.parametrize('kind', ['Zephyr', 'Llama 2'])
-def test_an_answer_sees_its_question(kind, prep):
-    """A model learns to repeat one of 16 letters, twice. A guess costs ln 16 per letter, a quarter of what it
-    learns."""
-    tok, rng = KINDS[kind][0], random.Random(0)
-    save_tokenizer(tok)
-    write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((letter, letter), ('?', letter))}
-                                for letter in rng.choices('abcdefghijklmnop', k=2000)])
-    assert not prep('chats.jsonl --tokenizer=tok --block_size=64')[1]
-    train(*TOY, '--dataset=chats', '--vocab_size=320', '--qk_norm=True', '--n_embd=64', '--block_size=64',
-          '--batch_size=8', '--gradient_accumulation_steps=1', '--optimizer=muon', '--learning_rate=0.01',
-          '--min_lr=0.0001', '--max_iters=130', '--lr_decay_iters=130', '--eval_interval=130')
-    assert float(log_rows('out')[-1]['val_loss']) < 0.01
-    model, tok, _ = load('resume', 'out')
-    ids = chat_ids(model.eval(), tok, [{'role': 'user', 'content': 'c'}], None)
-    assert tok.decode(made(model, [ids], 4, temperature=0, stop_tokens=tok.stop_tokens)[0]) == 'c'
-
-
-def test_a_missing_mask_is_reported(folder):
-    meta = prepare.read_meta('data/toy')
-    Path('data/toy/meta.json').write_text(json.dumps(meta | {'block_size': 16}))
-    with pytest.raises(ValueError, match='train.bin and its mask have different sizes'):
-        prepare.Bins('data/toy', 'train')
 
 
 def test_a_conversation_that_the_template_rejects_is_named_or_left_out(prep):
@@ -635,7 +568,7 @@ def test_tool_data_under_our_own_template(prep):
 def test_a_tokenizer_without_an_end_of_text(prep):
     save_tokenizer(tok := published('<x>', ROLE))
     write_jsonl('tales.jsonl', [{'text': 'ab'}] * 20)
-    assert 'tok has no end of text: nothing separates the documents' in prep('tales.jsonl --tokenizer=tok')[0]
+    assert 'tok has no special token that can separate documents' in prep('tales.jsonl --tokenizer=tok')[0]
     assert prep_ids('data/tales_tok', 'train').tolist() == tok.encode('ab' * 18)
     write_jsonl('chats.jsonl', [{'messages': TALK}] * 20)
     assert 'message 2: the chat template ends this answer without a known stop token' in prep(
@@ -653,29 +586,16 @@ def test_a_config_file_adds_a_source(prep):
     assert 2000 < len(said) < 9000 and max(map(len, said.values())) < 200
 
 
-def test_look_shows_what_a_folder_has(prep):
-    save_tokenizer(tok := chat_tokenizer())
-    write_jsonl('chats.jsonl', [{'messages': chat_of(i)} for i in range(30)])
-    prep('chats.jsonl --tokenizer=tok')
-    shown = prep('look chats')[0].partition('brackets:\n')[2]
-    ids, mask = prep_ids('data/chats', 'train')[:256], prep_ids('data/chats', 'train.mask', np.uint8)[:256]
-    assert shown.replace('[[', '').replace(']]', '') == tok.decode(ids) + '\n'
-    assert ''.join(re.findall(r'\[\[(.*?)\]\]', shown, re.DOTALL)) == tok.decode(ids[mask == 1])
-
-
 # reading ----------------------------------------------------------------------------------------------------
 def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
     def dump(itos, **more):
-        meta = {'vocab_size': 3, 'itos': itos, **more}
-        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(meta))
-    for itos in dict(enumerate('\nab')), {2: 'b', 0: '\n', 1: 'a'}, ['\n', 'a', 'b']:
+        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'itos': itos, **more}))
+    for itos in {2: 'b', 0: '\n', 1: 'a'}, ['\n', 'a', 'b']:
         dump(itos)
-        tok = prepare.load_tokenizer(tmp_path)
-        assert tok.n_vocab == 3 and tok.encode('ab\n') == [1, 2, 0] and tok.decode([1, 2, 0]) == 'ab\n'
-    for itos in {1: 'a', 2: 'b', 3: 'c'}, None, {0: 5}:
-        dump(itos)
-        with pytest.raises(ValueError, match='^cannot read '):
-            prepare.load_tokenizer(tmp_path)
+        assert prepare.load_tokenizer(tmp_path).encode('ab\n') == [1, 2, 0]
+    dump({1: 'a', 2: 'b', 3: 'c'})
+    with pytest.raises(ValueError, match='^cannot read '):
+        prepare.load_tokenizer(tmp_path)
 
     class Evil:
         def __reduce__(self):
@@ -688,7 +608,8 @@ def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
 
 def test_bins_dtype_follows_the_vocabulary(tmp_path):
     text = ''.join(chr(0x10000 + i) for i in range(65537))
-    meta = prepare.write_dataset(tmp_path, prep_texts(prep_source(text)), make_tokenizer('char', text), 'a')
+    tok = make_tokenizer('char', texts=text)
+    meta = prepare.write_dataset(tmp_path, prep_texts(prep_source(text)), tok, 'a')
     assert meta['dtype'] == 'uint32' and prepare.dtype_of(65536) == np.uint16
     bins = prepare.Bins(tmp_path, 'val')
     assert [ids.item() for ids in bins.batch([bins.n_sequences(1) - 1], 1)] == [65535, 65536]
@@ -722,95 +643,102 @@ def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
 
 @pytest.mark.parametrize('masked', [True, False])
 def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
-    """One of the shards has a header; all have a mask, or none."""
-    rng, expected = np.random.default_rng(0), []
+    """One of the shards has a header; all have columns, or none."""
+    rng, expected, more = np.random.default_rng(0), [], []
     for i, n in enumerate((45, 7, 71)):
         ids, mask = rng.integers(1000, size=n, dtype=np.uint16), rng.integers(not masked, 2, size=n)
         (tmp_path / f'train_{i}.bin').write_bytes(ids.tobytes() if i else shard_bytes(ids))
         if masked:
             mask.astype(np.uint8).tofile(tmp_path / f'train_{i}.mask.bin')
+            (mask + 7).astype(np.uint8).tofile(tmp_path / f'train_{i}.page.bin')
         learned = [int(token) if shown else -1 for token, shown in zip(ids, mask)]
         expected += [(ids[at:at + 10].tolist(), learned[at + 1:at + 11])
                      for at in range(0, n - 10, 10)]  # a sequence of 11 tokens ends before n
+        more += [(mask[at:at + 11] + 7).tolist() for at in range(0, n - 10, 10)]
     bins, order = prepare.Bins(tmp_path, 'train'), rng.permutation(len(expected))
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
     assert list(zip(inputs.tolist(), targets.tolist())) == [expected[i] for i in order]
-    assert bool(bins.masks) == masked
+    assert bool(bins.masks) == bins.meta['chats'] == masked
+    if masked:
+        assert bins.read(order, 10)['.page'].tolist() == [more[i] for i in order]
+        np.zeros(8, np.uint8).tofile(tmp_path / 'train_1.page.bin')
+        with pytest.raises(ValueError, match=r'its column \.page have different sizes'):
+            prepare.Bins(tmp_path, 'train')
+        os.remove(tmp_path / 'train_0.mask.bin')
+        with pytest.raises(FileNotFoundError, match=r'train_0\.mask\.bin'):
+            prepare.Bins(tmp_path, 'train')
+
+
+def test_any_change_of_a_file_changes_the_identity(tmp_path):
+    """Without a digest, or if the digest does not cover a column."""
+    folders = tmp_path / 'plain', tmp_path / 'prepared'
+    os.mkdir(folders[0])
+    np.arange(99, dtype=np.uint16).tofile(folders[0] / 'train.bin')
+    prepare.write_dataset(folders[1], prep_texts(prep_source('abcd' * 99)), make_tokenizer('byte'), 'x')
+    for folder in folders:
+        found = [prepare.identity(prepare.read_meta(folder))]
+        for data in b'ab', b'abc':
+            (folder / 'train.page.bin').write_bytes(data)
+            found.append(prepare.identity(prepare.read_meta(folder)))
+        assert found[0] != found[1] != found[2] and found[2] == prepare.identity(prepare.read_meta(folder))
+
+
+@pytest.mark.parametrize('stored, packed, chats', [
+    ({}, None, False), ({'block_size': 16}, 16, True), ({'packed': 16, 'chats': False}, 16, False)])
+def test_packed_and_chats_are_two_facts(stored, packed, chats, folder):
+    """Folders of older versions have only block_size."""
+    meta = prepare.read_meta('data/toy')
+    old = {name: meta[name] for name in ('vocab_size', 'dtype', 'eot', 'bytes_per_token', 'tokenizer')}
+    Path('data/toy/meta.json').write_text(json.dumps(old | stored))
+    meta = prepare.read_meta('data/toy')
+    assert (meta['packed'], meta['chats']) == (packed, chats)
+    if chats:
+        with pytest.raises(FileNotFoundError, match=r'train\.mask\.bin'):
+            prepare.Bins('data/toy', 'train')
+    else:
+        assert prepare.Bins('data/toy', 'train').n_tokens == 3001
 
 
 # downloads --------------------------------------------------------------------------------------------------
 
-
 BODY = bytes(range(256)) * 1600
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """Sends BODY with the statuses in a file's name; all bodies except the last are cut off. Yields its
-    address, the numbers of simultaneous requests, and the waits."""
-    active, counts, waits = [], [], []
+@pytest.mark.parametrize('statuses, part, waits', [
+    ([206], BODY, []), ([206] * 4, b'', [3, 6, 12]), ([200, 200], BODY[:9], [3]),
+    ([503, 429, 206, 206], BODY[:9], [3, 6, 12]), ([503] * 6, b'half', [3, 6, 12, 24, 48])])
+def test_fetch_continues_a_file(statuses, part, waits, tmp_path, monkeypatch):
+    """A local server sends BODY with these statuses. All bodies except the last are cut off."""
+    left, slept = [*statuses], []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            active.append(self)
-            counts.append(len(active))
-            threading.Event().wait('slow' in self.path or 0.02)
-            active.remove(self)
-            codes = re.findall(r'\d{3}', self.path)
-            code = int(codes[:len(counts)][-1])
-            begin = int(self.headers['Range'][6:-1]) if code == 206 else 0
-            body = BODY[begin:]
+            code = left.pop(0)
+            body = BODY[int(self.headers['Range'][6:-1]) if code == 206 else 0:]
             self.send_response(code)
             self.send_header('Content-Length', str(len(body)))
             self.end_headers()
-            self.wfile.write(body[:100_000 if len(counts) < len(codes) else None])
+            self.wfile.write(body[:100_000 if left else None])
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    monkeypatch.setattr(time, 'sleep', waits.append)
+    monkeypatch.setattr(time, 'sleep', slept.append)
+    (tmp_path / 'a.part').write_bytes(part)
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f'http://127.0.0.1:{server.server_port}/', counts, waits
+        with contextlib.suppress(OSError):
+            prepare.fetch(f'http://127.0.0.1:{server.server_port}/a', tmp_path)
         server.shutdown()
-
-
-@pytest.mark.parametrize('name, part, expected', [
-    ('206', BODY, []), ('206-206-206-206', b'', [3] * 3), ('200-200', BODY[:9], [3]),
-    ('503-429-206-206', BODY[:9], [3, 6, 3]), ('503', b'half', [3, 6, 12, 24, 48]), ('404', b'half', [])])
-def test_fetch_continues_a_file(name, part, expected, server, tmp_path):
-    address, _, waits = server
-    (tmp_path / f'{name}.part').write_bytes(part)
-    with contextlib.suppress(OSError):
-        prepare.fetch(address + name, tmp_path)
-    assert files_of(tmp_path) == ({f'{name}.part': part} if part == b'half' else {name: BODY})
-    assert waits == expected
-
-
-def test_two_files_are_fetched_at_a_time(server, tmp_path):
-    address, counts, _ = server
-    paths = prepare.fetch_all([f'{address}{n}-206' for n in range(4)], tmp_path)
-    assert paths == sorted(paths) and set(files_of(tmp_path).values()) == {BODY}
-    assert max(counts) == 2 and len(counts) == 4
-    with pytest.raises(OSError, match='cannot download .*404.*: go online'):
-        prepare.fetch_all([address + '404', address + 'slow206'], tmp_path)
-    assert 'slow206' not in files_of(tmp_path)
-
-
-@pytest.mark.parametrize('name, n', [('openwebtext', 9), ('smol_smoltalk', 4), ('shakespeare', 1)])
-def test_a_source_is_as_many_files_as_asked_for_in_order(name, n, monkeypatch):
-    for function in 'fetch_all', 'file_documents':
-        monkeypatch.setattr(prepare, function, lambda urls, *_, **options: urls)
-    monkeypatch.setattr(prepare, 'shards', 9)
-    source = prepare.find_source(name)
-    urls = source.documents()
-    assert urls == [urls[0].replace('00000', f'{i:05d}') for i in range(n)]
-    assert prepare.output_folder(None, source, 'gpt2') == f'data/{name}'
+    assert files_of(tmp_path) == ({'a.part': part} if part == b'half' else {'a': BODY})
+    assert slept == waits and not left
 
 
 # what a stranger's folder says ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('field, values', [
     ('dtype', ('object', 'float32', '|V0', 2, None)), ('vocab_size', ('23', -1, 0, 2.5, True, 10**12, [])),
-    ('eot', ('x', -1)), ('block_size', (-3,)), ('bytes_per_token', ('2', math.nan)), ('tokenizer', (
+    ('eot', ('x', -1)), ('packed', (-3,)), ('block_size', (-3,)), ('chats', ('yes',)),
+    ('columns', ({'.mask': 'object'}, {'../x': 'uint8'})), ('bytes_per_token', ('2', math.nan)),
+    ('tokenizer', (
         5, {}, {'kind': 'x'}, {'kind': []}, *({'kind': 'char', 'chars': chars, 'eot': eot} for chars, eot in (
             ([1], None), (None, None), ('ab', 'c'), ('ab', 10**12)))))])
 def test_meta_json_is_checked(field, values, folder):
@@ -819,7 +747,8 @@ def test_meta_json_is_checked(field, values, folder):
     for value in values:
         path.write_text(json.dumps({**meta, field: value}), 'utf-8')
         with pytest.raises((ValueError, FileNotFoundError), match='data/toy'):
-            prepare.look('data/toy')
+            prepare.Bins('data/toy', 'train')
+            prepare.load_tokenizer('data/toy')
 
 
 def test_shards_of_llama_3(tmp_path):
@@ -829,13 +758,15 @@ def test_shards_of_llama_3(tmp_path):
     assert bins.meta['vocab_size'] == 128256 and np.array_equal(bins.shards, [ids])
     with pytest.raises(FileNotFoundError, match=r'tokenizer\.json'):  # the user may add it
         prepare.load_tokenizer(tmp_path)
+    (tmp_path / 'other_val.bin').write_bytes(shard_bytes(ids))
+    with pytest.raises(ValueError, match='other_val.bin has tokens of GPT-2, but its folder has uint32'):
+        prepare.Bins(tmp_path, 'val')
 
 
-@pytest.mark.parametrize('header', [None, (20240520, '<u2'), (20240801, '<u4')])
-@pytest.mark.parametrize('end', [-8, -1, 1024, 1023, 6, 0])
+@pytest.mark.parametrize('header', [None, (20240520, '<u2')])
+@pytest.mark.parametrize('end', [-8, -1, 1023, 0])
 def test_a_cut_file_is_named(end, header, tmp_path):
     prepare.write_dataset(tmp_path, prep_texts(prep_source('abcd' * 999)), make_tokenizer('byte'), 'x')
-    prepare.Bins(tmp_path, 'train')
     path = tmp_path / 'train.bin'
     data = shard_bytes(np.arange(3597), *header) if header else path.read_bytes()
     path.write_bytes(data[:end])

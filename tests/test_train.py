@@ -410,7 +410,7 @@ def test_fine_tuning_on_text_keeps_the_chat_template(folder):
     write_packed()
     train('--out_dir=chat', '--max_iters=1')
     train('--out_dir=more', '--max_iters=1', '--dataset=text', '--init_from=chat')
-    assert saved('more')['masked'] and load('more')[2]['masked']
+    assert saved('more')['chats'] and load('more')[2]['chats']
 
 
 def test_without_targets_there_is_no_loss_and_no_best(folder, capsys):
@@ -704,7 +704,7 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
 def test_auto_resumes_a_checkpoint_without_the_default_file(folder):
     train('--out_dir=out', '--max_iters=6')
     main = run('train.py', '--out_dir=out', '--init_from=auto', '--eval_only')
-    assert main['first_it'] == 6 and not saved('out')['masked']
+    assert main['first_it'] == 6 and not saved('out')['chats']
     assert main['config'] | {'eval_only': False} == saved('out')['config'] | {'init_from': 'resume'}
 
 

@@ -50,7 +50,7 @@ from zoo.families import (
     text_config,
     their_tensors,
 )
-from zoo.tokenizer_json import json_object, json_tokenizer, to_json
+from zoo.tokenizer_json import FILES, json_object, json_tokenizer, to_json
 from zoo.weights import fill_rows, quantize_weights
 
 # import -----------------------------------------------------------------------------------------------------
@@ -274,15 +274,13 @@ def published_tokenizer(path):
 
 # the hub ----------------------------------------------------------------------------------------------------
 
-SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json',
-               'special_tokens_map.json', 'chat_template.jinja']
 REMEDIES = {  # error of huggingface_hub -> remedy
     'GatedRepoError': 'accept its licence on its page at huggingface.co, and set HF_TOKEN to your token',
     'RepositoryNotFoundError': 'correct the name, or set HF_TOKEN to your token if the repository is private'}
 
 
 def fetch(name, weights=True):
-    """A path or an id on the hub -> a path. Without weights, downloads only SMALL_FILES. Otherwise downloads
+    """A path or an id on the hub -> a path. Without weights, downloads only FILES. Otherwise downloads
     the weights too if config.json is supported. Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
@@ -296,7 +294,7 @@ def fetch(name, weights=True):
             raise OSError(f"{name} is not a path here, and downloading it failed: "
                           f"{REMEDIES.get(type(error).__name__, error)}") from error
 
-    folder = download(SMALL_FILES + [INDEX] * weights)
+    folder = download(FILES + [INDEX] * weights)
     if weights:
         config_from_hf(read_json(folder, 'config.json'))
         download(weight_names(folder), os.path.basename(folder))

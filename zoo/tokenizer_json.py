@@ -15,6 +15,9 @@ SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token'
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json. source: its text; config: SPECIAL_TOKENS, chat_template and eos_token_id (a list)."""
+    kind = 'json'
+    table = 'source'
+
     def __init__(self, source, config=None):
         self.source = source
         self.config = config or {}
@@ -66,10 +69,6 @@ class JsonTokenizer(Tokenizer):
         return (not any(CUT.search(token.decode(errors='ignore')) for token in self.tokens.values())
                 and self.encode_chat(''.join(parts)) == [i for part in parts for i in self.encode_chat(part)])
 
-    def state(self):
-        return {'kind': 'json', 'source': self.source, 'config': self.config}
-
-
 def library_tokenizer(source):
     """The text of a tokenizer.json -> tokenizers.Tokenizer. Raises ValueError unless it is BPE or Unigram."""
     import tokenizers
@@ -103,6 +102,11 @@ def token_bytes(vocab, spec):
     return tokens
 
 
+# all files of a published tokenizer
+FILES = ['tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja',
+         'generation_config.json', 'config.json']
+
+
 def json_object(path):
     """The object in a JSON file, {} if it is missing. Raises ValueError."""
     with reading(path):
@@ -110,24 +114,24 @@ def json_object(path):
 
 
 def json_tokenizer(path):
-    """The JsonTokenizer of a tokenizer.json or its folder, with the settings in the folder's other files."""
+    """The JsonTokenizer of a tokenizer.json or its folder, with the settings in the folder's other FILES."""
     from tokenizers import AddedToken
     path = Path(path)
-    folder = path if path.is_dir() else path.parent
-    config = json_object(folder / 'tokenizer_config.json')
+    files = {name: (path if path.is_dir() else path.parent) / name for name in FILES}
+    if path.is_file():
+        files['tokenizer.json'] = path
+    config = json_object(files['tokenizer_config.json'])
     more = config.get('added_tokens_decoder')
     if more is None:  # an older format
-        config |= json_object(folder / 'special_tokens_map.json')
+        config |= json_object(files['special_tokens_map.json'])
     config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
-    template = folder / 'chat_template.jinja'
-    if template.exists():
-        config['chat_template'] = template.read_bytes().decode()
+    if files['chat_template.jinja'].exists():
+        config['chat_template'] = files['chat_template.jinja'].read_bytes().decode()
     config['eos_token_id'] = [  # a number, a list or null
         i for name in ('generation_config.json', 'config.json')
-        for i in np.ravel(json_object(folder / name).get('eos_token_id')).tolist()]
-    file = folder / 'tokenizer.json' if path.is_dir() else path
-    with reading(file):
-        source = file.read_bytes().decode()  # bytes keep line ends
+        for i in np.ravel(json_object(files[name]).get('eos_token_id')).tolist()]
+    with reading(files['tokenizer.json']):
+        source = files['tokenizer.json'].read_bytes().decode()  # bytes keep line ends
         library = library_tokenizer(source)
         if more and library.add_tokens([AddedToken(**token) for token in more.values()]):
             source = library.to_str()  # tokenizer.json lacked some of them
@@ -158,21 +162,25 @@ def byte_chars():
 
 
 def to_json(tok):
-    """The text of a tokenizer.json for our tokenizers. tiktoken has no list of merges, so each pair
-    of tokens that forms a token becomes a merge with that token's rank."""
-    if tok.name == 'json':
+    """The text of a tokenizer.json for any tokenizer. Our tables have no list of merges, so each pair of
+    tokens that forms a token becomes a merge with that token's rank. Raises ValueError if the result encodes
+    another way."""
+    if tok.source:
         return tok.source
-    if tok.name == 'byte':
-        return bpe_json(byte_chars(), [], [], tok.special)
-    if tok.name == 'char':
-        return bpe_json(tok.ids, [], [], tok.special, byte_level=False)
-    ranks = tok.bpe._mergeable_ranks
+    special = {*tok.special.values()}
+    ranks = {token: i for i, token in sorted(tok.tokens.items()) if i not in special}
     chars = {b: char for char, b in byte_chars().items()}
 
     def text(token):
-        return ''.join(chars[b] for b in token)
-    merges = [[text(token[:i]), text(token[i:])] for token in sorted(ranks, key=ranks.get)
+        return ''.join(chars[b] for b in token) if tok.byte_level else token.decode()
+    merges = [[text(token[:i]), text(token[i:])] for token in ranks
               for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
     # the tokenizers package supports ++, *+ and ?+, but misreads {1,3}+ as a repetition
-    pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', tok.pattern)
-    return bpe_json({text(token): i for token, i in ranks.items()}, merges, [pattern], tok.special)
+    patterns = [re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', tok.pattern)] if tok.pattern else []
+    source = bpe_json({text(token): i for token, i in ranks.items()}, merges, patterns, tok.special,
+                      tok.byte_level)
+    shown = tok.decode([*ranks.values()][:1000])
+    if library_tokenizer(source).encode(shown).ids != tok.encode_array(shown).tolist():
+        raise ValueError(f'a tokenizer of kind {tok.kind!r} cannot be exported: give its class the `source` '
+                         'of a tokenizer.json that encodes the same')
+    return source
