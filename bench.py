@@ -20,10 +20,12 @@ import time
 from json import dumps
 
 from configurator import (
+    UserError,
     check_effects,
     check_values,
     compile_model,
     configure,
+    naming,
     package,
     peak_flops,
     peak_mb,
@@ -162,7 +164,7 @@ def named_model(config, model_args, device, dtype=torch.float32):
     if is_prepared(folder):
         model_args = {'vocab_size': read_meta(folder)['vocab_size']} | model_args
     torch.set_default_dtype(dtype)
-    with torch.device(device):
+    with torch.device(device), naming(model_args):
         model = GPT(GPTConfig(**model_args))
     torch.set_default_dtype(torch.float32)
     return model
@@ -422,8 +424,8 @@ def measure_decode(config, model_args):
     model.eval()
     batch_size = config['batch_size'] or 1
     if config['prompt_len'] + new > model.config.block_size:
-        raise ValueError(f"prompt_len={config['prompt_len']} and max_new_tokens={new} exceed "
-                         f"block_size={model.config.block_size}: lower them")
+        raise UserError(f"prompt_len={config['prompt_len']} and max_new_tokens={new} exceed "
+                        f"block_size={model.config.block_size}: lower them")
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
 
     def ours(prompts):
@@ -462,9 +464,10 @@ if __name__ == '__main__':
     use_parts(settings, vars(train))
     command, = words or ['']
     if command not in COMMANDS:
-        raise ValueError(f"{command!r} is not a command: choose one of {', '.join(COMMANDS)}, as in "
-                         "python bench.py train config/small.py")
-    fields = vars(GPTConfig(**model_args)) if init_from == 'scratch' else {}
+        raise UserError(f"{command!r} is not a command: choose one of {', '.join(COMMANDS)}, as in "
+                        "python bench.py train config/small.py")
+    with naming(model_args):
+        fields = vars(GPTConfig(**model_args)) if init_from == 'scratch' else {}
     check_values(settings, config, globals())
     check_effects(settings, fields | config, globals())
     if given.get('dataset') == 'flags':

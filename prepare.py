@@ -29,7 +29,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from configurator import check_effects, check_values, configure, package, print0, reading, use_parts
+from configurator import (
+    UserError,
+    check_effects,
+    check_values,
+    configure,
+    package,
+    print0,
+    reading,
+    use_parts,
+)
 
 # A name in SOURCES, a file (perhaps compressed), a folder or glob
 source = 'pystdlib'
@@ -108,7 +117,7 @@ def ending(path):
 
 
 def open_file(path, known=None):
-    """Opens a file's bytes, which may be compressed. Raises ValueError if they are of another FOREIGN kind
+    """Opens a file's bytes, which may be compressed. Raises UserError if they are of another FOREIGN kind
     than `known`."""
     f = open(path, 'rb')  # noqa: SIM115
     head = f.peek(8000)
@@ -118,19 +127,19 @@ def open_file(path, known=None):
             head = f.peek(8000)
     key = next((key for key in FOREIGN if re.match(key, head, re.DOTALL)), known)
     if key != known:
-        raise ValueError(f'{path} is {FOREIGN[key]}')
+        raise UserError(f'{path} is {FOREIGN[key]}')
     return f
 
 
 @contextlib.contextmanager
 def open_text(path, errors):
-    """Opens a text file, which may be compressed. Raises ValueError if it is not UTF-8, or damaged."""
+    """Opens a text file, which may be compressed. Raises UserError if it is not UTF-8, or damaged."""
     with reading(path), io.TextIOWrapper(open_file(path), 'utf-8-sig', errors, newline='') as f:
         try:
             yield f
         except UnicodeDecodeError as e:
-            raise ValueError(f'{path} is not UTF-8 text: convert it, remove it, or use --errors=replace, '
-                             'which writes U+FFFD for invalid bytes') from e
+            raise UserError(f'{path} is not UTF-8 text: convert it, remove it, or use --errors=replace, '
+                            'which writes U+FFFD for invalid bytes') from e
 
 
 def read_text(path, errors):
@@ -175,8 +184,8 @@ def csv_records(path, errors, **dialect):
         rows = csv.DictReader(f, strict=True, **dialect)
         for row in rows:
             if None in row:
-                raise ValueError(f'{path}, line {rows.line_num} has more cells than the first line: '
-                                 'quote cells that contain the separator')
+                raise UserError(f'{path}, line {rows.line_num} has more cells than the first line: '
+                                'quote cells that contain the separator')
             yield row
 
 
@@ -230,7 +239,7 @@ LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_o
 
 
 def read_record(place, record, field='text', chats=None):
-    """[The record's text] or a Conversation. Raises ValueError for any other value. chats: as in
+    """[The record's text] or a Conversation. Raises UserError for any other value. chats: as in
     file_documents."""
     try:
         if isinstance(record, Exception):
@@ -247,11 +256,11 @@ def read_record(place, record, field='text', chats=None):
             document = Conversation(place, messages, tools + [] or None)
         if chats in (None, isinstance(document, Conversation)):
             return document
-        raise ValueError('texts and conversations must be prepared separately')
+        raise UserError('texts and conversations must be prepared separately')
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
-        raise ValueError(f'{place}: no text in field {field!r} and no messages in {record!r:.200} '
-                         f'({e!r:.200}): correct the record, choose another --field, or omit such records by '
-                         '--errors=ignore') from None
+        raise UserError(f'{place}: no text in field {field!r} and no messages in {record!r:.200} '
+                        f'({e!r:.200}): correct the record, choose another --field, or omit such records by '
+                        '--errors=ignore') from None
 
 
 def is_conversation(value):
@@ -266,7 +275,7 @@ def to_messages(value, role=None):
         return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
     if isinstance(value, list):
         if str in map(type, value) and (len(value) % 2 or value[0] in (*ROLES, *SPEAKERS)):
-            raise ValueError(f'{value!r:.80} is not pairs of question and answer')
+            raise UserError(f'{value!r:.80} is not pairs of question and answer')
         return [message for one, role in zip(value, itertools.cycle(ROLES[1:3]))
                 for message in to_messages(one, role)]
     named = renamed(value)
@@ -282,7 +291,7 @@ def to_messages(value, role=None):
 
 
 def read_message(message):
-    """A message for chat templates. Raises ValueError if it lacks a role or content."""
+    """A message for chat templates. Raises UserError if it lacks a role or content."""
     message['role'] = SPEAKERS.get(message['role'], message['role'])
     if isinstance(message.get('content'), list):  # OpenAI's parts, {'type': 'text', 'text': text}
         message['content'] = ''.join(part['text'] for part in message['content'])
@@ -294,7 +303,7 @@ def read_message(message):
     if calls or message.keys() & {*THOUGHTS}:
         message.setdefault('content', '')
     if message['role'] not in ROLES or not isinstance(message.get('content'), str):
-        raise ValueError(f'{message!r:.80} needs a role, one of {", ".join(ROLES)}, and text as its content')
+        raise UserError(f'{message!r:.80} needs a role, one of {", ".join(ROLES)}, and text as its content')
     if any(name in message and not message[name] for name in LEARNED):
         message['learn'] = False
     return json_value(message)
@@ -417,7 +426,7 @@ def find_source(source):
         found = [path]
     elif os.path.isdir(path):  # a glob would follow links, which may form loops
         if is_prepared(path) or checkpoint_in(path):
-            raise ValueError(f'{path} has tokens or a checkpoint: give the files or folder of a text')
+            raise UserError(f'{path} has tokens or a checkpoint: give the files or folder of a text')
         found = [str(one) for one in Path(path).rglob('*')
                  if not any(part[0] == '.' for part in one.relative_to(path).parts)]
     else:
@@ -524,12 +533,12 @@ def encode_chat(tok, special_tokens, errors, item):
         ids, mask = encode_conversation(
             tok, chat if special_tokens == 'tokens' else Conversation(*tok.as_text([*chat])), opened)
         if tok.document_token in ids[1:-1]:
-            raise ValueError(f'{tok.decode([tok.document_token])} would end the conversation early')
+            raise UserError(f'{tok.decode([tok.document_token])} would end the conversation early')
     except (ValueError, RecursionError) as e:
         if errors == 'ignore':
             return None
-        raise ValueError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
-                         'by --errors=ignore') from None
+        raise UserError(f'{chat.place}, {e}: correct the conversation, or omit all conversations that fail '
+                        'by --errors=ignore') from None
     return split, {'': ids, '.mask': mask}, int(mask @ tok.sizes[ids]), len(opened)
 
 
@@ -537,7 +546,7 @@ def encode_conversation(tok, conversation, opened=()):
     """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
     first stop token after the answer and before the next message's content. Without such a stop token,
     the answer's own text is learned, and the last answer gets one. opened: a list for the prompts that
-    the text does not continue, because they begin thoughts. Raises ValueError if the template omits an
+    the text does not continue, because they begin thoughts. Raises UserError if the template omits an
     answer, or renders its prompt differently."""
     _, messages, tools = conversation
     render = functools.partial(tok.render, tools=tools)
@@ -563,8 +572,8 @@ def encode_conversation(tok, conversation, opened=()):
             own = (render(messages[:n + 1], False) if calls else
                    text[:first_change(render, messages, n, text, content=message['content'] + MARK)])
             if n + 1 == len(messages) or common(own, text) < said:
-                raise ValueError(f'message {n + 1}: the chat template ends this answer without a known stop '
-                                 'token')
+                raise UserError(f'message {n + 1}: the chat template ends this answer without a known stop '
+                                'token')
             end = common(tok.encode_chat(own), ids)
         mask[common(tok.encode_chat(text[:start]), ids):end] = message.get('learn') is not False
     return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)]
@@ -582,8 +591,8 @@ def start_of_answer(render, messages, n, text, opened):
             prompt, render(messages[:n], False), text))
         same = common(asked, rendered)
         if not rendered.startswith(before):
-            raise ValueError(f'message {n + 1}: the chat template renders earlier turns differently once '
-                             'this answer is added')
+            raise UserError(f'message {n + 1}: the chat template renders earlier turns differently once '
+                            'this answer is added')
         opened += (prompt,) * (same < len(asked))
         start = max(start, [0, *(match.end() for match in re.finditer(r'\S', text))][same])
     return start
@@ -600,7 +609,7 @@ def end_of_content(render, messages, n, text, start):
                   } if calls else {'content': MARK}
         said = first_change(render, messages, n, text, **change)
         if said == len(text):
-            raise ValueError(f'message {n + 1}: the chat template does not render its {"".join(change)}')
+            raise UserError(f'message {n + 1}: the chat template does not render its {"".join(change)}')
     return max(said + len(content), start)
 
 
@@ -709,8 +718,8 @@ def write_bins(folder, encoded, counts):
                 print(f"encoded: {counts['train_bytes'] / 1e6:,.0f} MB", flush=True)
     for split in SPLITS:
         if not counts[f'{split}_learnt']:
-            raise ValueError(f'{split} has no token to learn: add text, or conversations in which a message '
-                             'of the role assistant fits into --block_size')
+            raise UserError(f'{split} has no token to learn: add text, or conversations in which a message '
+                            'of the role assistant fits into --block_size')
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
     counts['digest'] = digest.hexdigest()
 
@@ -740,7 +749,7 @@ def fetch_shards(folder, source):
 class PlainUnpickler(pickle.Unpickler):
     """Rejects classes, which could run code."""
     def find_class(self, module, name):
-        raise ValueError(f'meta.pkl contains {module}.{name}, but only plain data is supported')
+        raise UserError(f'meta.pkl contains {module}.{name}, but only plain data is supported')
 
 
 # field of meta.json -> pattern of its JSON text
@@ -775,7 +784,7 @@ def column_of(path):
 def read_meta(folder):
     """Reads meta.json or nanoGPT's meta.pkl, or assumes the encoding of llm.c's shards or else of GPT-2.
     Returns a dict with FIELDS. Adds to the digest the names, sizes and times of .bin files that it does not
-    cover. Raises ValueError for a value that does not fit FIELDS."""
+    cover. Raises UserError for a value that does not fit FIELDS."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -797,8 +806,8 @@ def read_meta(folder):
         'chats': '.mask' in map(column_of, bins) or bool(size)} | found
     for name, pattern in FIELDS.items():
         if not re.fullmatch(pattern, json.dumps(meta[name], default=str)):
-            raise ValueError(f'{path}: {name}={meta[name]!r:.80} is not possible: prepare the folder again '
-                             'with --overwrite=True')
+            raise UserError(f'{path}: {name}={meta[name]!r:.80} is not possible: prepare the folder again '
+                            'with --overwrite=True')
     others = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in bins
               if not meta['digest'] or column_of(path) not in ('', *meta['columns'])]
     if others:
@@ -832,7 +841,7 @@ def load_tokenizer(folder):
         with reading(path):
             state = torch.load(path, 'cpu', weights_only=True, mmap=True).get('tokenizer')
             if not state:
-                raise ValueError(f'{path} stores no tokenizer: give the folder of its data')
+                raise UserError(f'{path} stores no tokenizer: give the folder of its data')
             return tokenizer_from_state(state)
     meta = read_meta(folder)
     state = meta['tokenizer']
@@ -854,15 +863,15 @@ def llm_c_meta(path):
 
 
 def read_shard(path, dtype):
-    """A file's tokens, memory-mapped, with or without llm.c's header. Raises ValueError for a cut file, or
+    """A file's tokens, memory-mapped, with or without llm.c's header. Raises UserError for a cut file, or
     another encoding than the folder's."""
     with reading(path):
         meta = llm_c_meta(path)
         if meta.get('dtype', dtype) != dtype:
-            raise ValueError(f'{path} has tokens of {meta["source"]}, but its folder has {dtype}')
+            raise UserError(f'{path} has tokens of {meta["source"]}, but its folder has {dtype}')
         tokens = np.memmap(path, np.dtype(dtype).newbyteorder('<'), 'r', 1024 if meta else 0)
         if meta and not 0 < len(tokens) == np.fromfile(path, '<i4', 3)[2]:
-            raise ValueError(f'{path} has {len(tokens)} tokens, which is 0 or differs from its header')
+            raise UserError(f'{path} has {len(tokens)} tokens, which is 0 or differs from its header')
         return tokens
 
 
@@ -899,32 +908,32 @@ class Bins:
         self.n_tokens = sum(sizes)
         for name, shards in self.columns.items():
             if [*map(len, shards)] != sizes:
-                raise ValueError(f'{self.name} and its column {name} have different sizes: prepare the '
-                                 'folder again')
+                raise UserError(f'{self.name} and its column {name} have different sizes: prepare the '
+                                'folder again')
         count = self.meta.get(f'{split}_tokens', self.n_tokens)
         if paths == [self.name] and count != self.n_tokens:
-            raise ValueError(f'{self.name} has {self.n_tokens} tokens, but meta.json counts {count}: copy '
-                             'the folder again, or prepare it again')
+            raise UserError(f'{self.name} has {self.n_tokens} tokens, but meta.json counts {count}: copy '
+                            'the folder again, or prepare it again')
 
     def ends(self, block_size):
         """The number of sequences up to each shard's end."""
         return np.cumsum([(len(shard) - 1) // block_size for shard in self.shards])
 
     def n_sequences(self, block_size):
-        """Raises ValueError if the number is 0."""
+        """Raises UserError if the number is 0."""
         n = int(self.ends(block_size)[-1])
         if not n:
-            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, but a sequence needs block_size+1 = '
-                             f'{block_size + 1}: lower --block_size or prepare more text')
+            raise UserError(f'{self.name} has {self.n_tokens:,} tokens, but a sequence needs block_size+1 = '
+                            f'{block_size + 1}: lower --block_size or prepare more text')
         return n
 
     def check_vocabulary(self, *arrays):
-        """Raises ValueError if these arrays, or all shards, have ids outside the vocabulary."""
+        """Raises UserError if these arrays, or all shards, have ids outside the vocabulary."""
         for ids in arrays or self.shards:
             if self.vocab_size and ids.max(initial=0) >= self.vocab_size:
-                raise ValueError(f'{self.name}: token {ids.max()} is outside the vocabulary of '
-                                 f'{self.vocab_size}: prepare the text with the tokenizer of the model, or '
-                                 'raise --vocab_size')
+                raise UserError(f'{self.name}: token {ids.max()} is outside the vocabulary of '
+                                f'{self.vocab_size}: prepare the text with the tokenizer of the model, or '
+                                'raise --vocab_size')
 
     def read(self, indices, block_size):
         """{column: (len(indices), block_size + 1)}"""
@@ -962,13 +971,13 @@ if __name__ == '__main__':
                                 '`python prepare.py` first, or choose another, like --tokenizer=bpe:4096')
     folder = output_folder(out, source, tokenizer)
     if not overwrite and is_prepared(folder) and read_meta(folder).get('source') != source.label:
-        raise ValueError(f'{folder} contains data of a source other than {source.label}: choose another '
-                         '--out, or replace the data by --overwrite=True')
+        raise UserError(f'{folder} contains data of a source other than {source.label}: choose another '
+                        '--out, or replace the data by --overwrite=True')
 
     options = ' config/chat.py' if source.chats else ''
     if source.shards:
         if tokenizer != 'gpt2':
-            raise ValueError(f'{source.name} has only tokens of gpt2: omit --tokenizer={tokenizer}')
+            raise UserError(f'{source.name} has only tokens of gpt2: omit --tokenizer={tokenizer}')
         meta = fetch_shards(folder, source)
     else:
         n_train = characters_to_train_on(source, val_fraction)

@@ -17,6 +17,8 @@ from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
 import numpy as np
 
+from configurator import UserError
+
 EOT = '<|endoftext|>'  # the end-of-text token
 CHUNK = 1 << 16        # characters per piece
 GROUP = 64             # items that a worker receives at a time
@@ -193,7 +195,7 @@ class Tokenizer:
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **self.chat_variables, **switch)
         except (jinja2.TemplateError, TypeError) as e:  # bad syntax, or a missing field
-            raise ValueError(f'the chat template fails: {e!r:.200}') from e
+            raise UserError(f'the chat template fails: {e!r:.200}') from e
 
     def chat(self, *args, **options):
         """Messages -> ids; see render."""
@@ -281,8 +283,8 @@ class CharTokenizer(Tokenizer):
 
     def encode_array(self, text):
         if lacking := {*text} - self.ids.keys():
-            raise ValueError(f'the vocabulary of characters lacks {sorted(lacking)[:9]}: leave them out, or '
-                             'prepare text that has them')
+            raise UserError(f'the vocabulary of characters lacks {sorted(lacking)[:9]}: leave them out, or '
+                            'prepare text that has them')
         return np.array([self.ids[char] for char in text], np.uint32)
 
 class TiktokenTokenizer(Tokenizer):
@@ -311,7 +313,7 @@ class TiktokenTokenizer(Tokenizer):
         try:
             bpe = tiktoken.get_encoding(name)
         except requests.RequestException as e:
-            raise OSError(f'tokenizer={name!r} cannot be downloaded ({e}): go online once, set '
+            raise FileNotFoundError(f'tokenizer={name!r} cannot be downloaded ({e}): go online once, set '
                           'TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=byte') from e
         return cls(name, bpe._pat_str, dict(bpe._special_tokens), rank_table(bpe._mergeable_ranks))
 
@@ -334,7 +336,7 @@ def compile_template(template):
     template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
-        raise ValueError(f'the chat template rejects this: {message}')
+        raise UserError(f'the chat template rejects this: {message}')
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
     env.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
@@ -365,11 +367,11 @@ CHATML = ("{% if tools %}"
 
 def bpe_tokenizer(size, texts, procs):
     """Trains a byte-level BPE tokenizer with `size` ids: 256 bytes, merges, BPE_SPECIAL. Short texts give
-    fewer merges. texts: iterables of blocks. Raises ValueError for an unusable size."""
+    fewer merges. texts: iterables of blocks. Raises UserError for an unusable size."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
-        raise ValueError(f"tokenizer='bpe:{size}' is not supported: choose a vocabulary from {least} to "
-                         f'{1 << 20:,} tokens, like bpe:4096')
+        raise UserError(f"tokenizer='bpe:{size}' is not supported: choose a vocabulary from {least} to "
+                        f'{1 << 20:,} tokens, like bpe:4096')
     counts = count_words(texts, procs)
     tokens = train_bpe(counts, int(size) - least)
     print(f'bpe: learned {len(tokens) - 256:,} merges from {len(counts):,} different words')
@@ -484,8 +486,8 @@ def make_tokenizer(name, **texts):
     for kind in KINDS.values():
         if tok := kind.from_name(name, **texts):
             return tok
-    raise ValueError(f'tokenizer={name!r} is not supported: choose byte, char, bpe:4096, an encoding of '
-                     'tiktoken like gpt2, a prepared folder, or a published model')
+    raise UserError(f'tokenizer={name!r} is not supported: choose byte, char, bpe:4096, an encoding of '
+                    'tiktoken like gpt2, a prepared folder, or a published model')
 
 
 def kind_of(state):

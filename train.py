@@ -35,6 +35,7 @@ import sys
 from pathlib import Path
 
 from configurator import (
+    UserError,
     check_effects,
     check_values,
     checked,
@@ -217,13 +218,13 @@ def sequence_indices(first, count, n, seed):
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """Returns micro-batches per rank and sequences per micro-batch. Raises ValueError if ranks
+    """Returns micro-batches per rank and sequences per micro-batch. Raises UserError if ranks
     cannot have equal shares."""
     total = gradient_accumulation_steps * batch_size
     if total % ranks:
-        raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
-                         f"batch_size={batch_size} is {total} sequences, which {ranks} ranks do not divide; "
-                         "change one of them")
+        raise UserError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
+                        f"batch_size={batch_size} is {total} sequences, which {ranks} ranks do not divide; "
+                        "change one of them")
     share = total // ranks
     accumulation = -(-share // batch_size)
     while share % accumulation:
@@ -439,18 +440,18 @@ OPTIMIZERS = {  # name -> function of (model, settings) -> list of optimizers
 
 
 def make_optimizers(model, config):
-    """Raises ValueError for wrong lr_scales, or if a trained parameter has no
+    """Raises UserError for wrong lr_scales, or if a trained parameter has no
     optimizer or several."""
     groups = {tag.group for tag in model.tags.values()}
     scales = config['lr_scales']
     if not (scales.keys() <= groups and all(type(x) in (int, float) and x > 0 for x in scales.values())):
-        raise ValueError(f"lr_scales={scales} must have a number above 0 for groups of this model's "
-                         f"parameters: {', '.join(sorted(groups))}")
+        raise UserError(f"lr_scales={scales} must have a number above 0 for groups of this model's "
+                        f"parameters: {', '.join(sorted(groups))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     optimized = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     for name, w in model.named_parameters():
         if optimized.count(id(w)) != w.requires_grad:
-            raise ValueError(f"parameter {name} is assigned to no optimizer, or to several: see OPTIMIZERS")
+            raise UserError(f"parameter {name} is assigned to no optimizer, or to several: see OPTIMIZERS")
     return optimizers
 
 
@@ -469,8 +470,8 @@ def load_optimizers(model, optimizers, states):
                 like = owners[w].state[w].get(name, w)  # a state of another shape exists from the start
                 value = value[:len(like)]  # block_size may be smaller now
                 if value.shape != like.shape:
-                    raise ValueError(f"the checkpoint's {name} {tuple(value.shape)} does not fit a parameter "
-                                     f"{tuple(w.shape)}: resume with the code that trained it")
+                    raise UserError(f"the checkpoint's {name} {tuple(value.shape)} does not fit a parameter "
+                                    f"{tuple(w.shape)}: resume with the code that trained it")
                 if is_sharded(w):
                         value = split_like(w, value)
             owners[w].state[w][name] = value.to(w.device) if torch.is_tensor(value) else value
@@ -479,12 +480,12 @@ def load_optimizers(model, optimizers, states):
 # memory -----------------------------------------------------------------------------------------------------
 
 def check_memory(config):
-    """Raises ValueError if the weights of the blocks exceed ten times this machine's memory."""
+    """Raises UserError if the weights of the blocks exceed ten times this machine's memory."""
     with torch.device('meta'):
         block = make_block(config, config.n_layer - 1)
     if os.name == 'posix' and config.n_layer * sum(w.nbytes for w in block.parameters()) > 10 * os.sysconf(
             'SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'):
-        raise ValueError("the model needs more than ten times this machine's memory: lower n_layer or n_embd")
+        raise UserError("the model needs more than ten times this machine's memory: lower n_layer or n_embd")
 
 
 def checkpoint_blocks(model, every):
@@ -515,10 +516,10 @@ def forward_recomputed(block, x, context):
 
 def shard_model(model, machine):
     """Splits the matrices, which forward gathers per block in the compute dtype. Vectors and routers, used in
-    float32, stay whole. Raises ValueError for float16 and LoRA."""
+    float32, stay whole. Raises UserError for float16 and LoRA."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     if machine.dtype == torch.float16 or not all(w.requires_grad for w in model.parameters()):
-        raise ValueError("shard=True cannot be combined with dtype=float16 or lora_rank: leave one out")
+        raise UserError("shard=True cannot be combined with dtype=float16 or lora_rank: leave one out")
     mesh = dist.init_device_mesh(machine.device_type, (RANKS,))
     policy = MixedPrecisionPolicy(machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = {w for name, w in model.named_parameters()
@@ -729,7 +730,7 @@ MAX_SKIPPED = 10  # skipped updates in a row
 
 
 def count_skips(run):
-    """Reports skipped updates. Raises ValueError after MAX_SKIPPED."""
+    """Reports skipped updates. Raises UserError after MAX_SKIPPED."""
     skips, in_a_row = torch.stack([run.skips, run.in_a_row]).tolist()
     run.skips = 0
     run.skipped += skips
@@ -741,19 +742,19 @@ def count_skips(run):
 
 
 def diverge(run, event):
-    """Notes the divergence in run.json. Raises ValueError."""
+    """Notes the divergence in run.json. Raises UserError."""
     out_dir = run.config['out_dir']
     error = (f"{event} at iteration {run.iter_num}: the run diverged; {out_dir}/ckpt.pt, if it exists, is "
              "the last good checkpoint; lower --learning_rate, or use --dtype=float32")
     note(out_dir, status='diverged', error=error)
-    raise ValueError(error)
+    raise UserError(error)
 
 
 # continuing from a checkpoint -------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32, longest=None):
     """Calls sample.load to resume, or to fine-tune on data with this meta. asked: given fields of
-    GPTConfig; longest: see model.changed. Raises ValueError for a change that is not CHANGEABLE."""
+    GPTConfig; longest: see model.changed. Raises UserError for a change that is not CHANGEABLE."""
     from sample import CHANGEABLE, load
     tuned = init_from != 'resume'
     changes = packed(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
@@ -762,12 +763,13 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32, lon
     if changes:
         with naming(changes):
             try_tokens(model)
-    now = vars(GPTConfig(**source['model_args'] | asked))
+    with naming(asked):
+        now = vars(GPTConfig(**source['model_args'] | asked))
     for name in asked:
         was = source['model_args'][name]
         if name not in CHANGEABLE and now[name] != was:
-            raise ValueError(f"{name}={now[name]!r} differs from {source['path']}, which has {was!r}: "
-                             "leave it out, or train from scratch")
+            raise UserError(f"{name}={now[name]!r} differs from {source['path']}, which has {was!r}: "
+                            "leave it out, or train from scratch")
     return model, tokenizer, source
 
 
@@ -781,7 +783,7 @@ LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}
 
 def run_settings(config, given, source):
     """Returns config with the checkpoint's values for settings that are not given. source: a resumed
-    checkpoint, or {}. Raises ValueError if a fixed setting changes."""
+    checkpoint, or {}. Raises UserError if a fixed setting changes."""
     was = source.get('config', {})
     ours = {'out_dir', 'init_from', *given}
     lengths = [name for name in given if name in LENGTH and config[name] is not None]
@@ -799,8 +801,8 @@ def run_settings(config, given, source):
         names = marked(Path(__file__), 'fixed')
         return [config['batch_size'] * config['gradient_accumulation_steps'], *map(config.get, names)]
     if fixed(config) != fixed(config | was):
-        raise ValueError(f"{source['path']} can only be resumed with the same optimizer, adapters and "
-                         "batch_size * gradient_accumulation_steps: leave them out, or fine-tune it")
+        raise UserError(f"{source['path']} can only be resumed with the same optimizer, adapters and "
+                        "batch_size * gradient_accumulation_steps: leave them out, or fine-tune it")
     return config
 
 
@@ -843,15 +845,15 @@ def save(run, name, constant):
 
 
 def lock_folder(out_dir):
-    """Locks out_dir until the returned file is closed. Raises ValueError if it is locked."""
+    """Locks out_dir until the returned file is closed. Raises UserError if it is locked."""
     os.makedirs(out_dir, exist_ok=True)
     f = open(f'{out_dir}/lock', 'a')  # noqa: SIM115 (a user's file keeps its content)
     try:
         import fcntl
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{out_dir}/ is in use by another run: wait until that run ends, or use another "
-                         "folder") from None
+        raise UserError(f"{out_dir}/ is in use by another run: wait until that run ends, or use another "
+                        "folder") from None
     except (ImportError, OSError):
         print0(f"{out_dir}/ cannot be locked: make sure that no other run uses this folder")
     return f
@@ -1029,9 +1031,9 @@ if __name__ == '__main__':
             longest = meta['packed'] or usual
         model, source_tokenizer, source = load_to_train(init_from, out_dir, model_args, meta, longest=longest)
     if resumed and (was := source.get('parts', [])) != parts:
-        raise ValueError(f"{source['path']} was trained with config files that change {was or 'nothing'}; "
-                         f"those of this command change {parts or 'nothing'}: name the same files, or "
-                         "fine-tune the checkpoint")
+        raise UserError(f"{source['path']} was trained with config files that change {was or 'nothing'}; "
+                        f"those of this command change {parts or 'nothing'}: name the same files, or "
+                        "fine-tune the checkpoint")
     config = run_settings(config, given, source if resumed else {})
     globals().update(config)
 
@@ -1070,7 +1072,7 @@ if __name__ == '__main__':
         differs = (f"{folder} was prepared with another tokenizer than the model's, so its ids mean other "
                    f"text: run python prepare.py ... --tokenizer={shlex.quote(source['path'])}")
         if resumed:
-            raise ValueError(differs)
+            raise UserError(differs)
         print0(f"warning: {differs}")
 
     # model
@@ -1083,9 +1085,9 @@ if __name__ == '__main__':
     check_effects(settings, config | vars(model.config), globals())
     block_size = model.config.block_size
     if meta['packed'] not in (None, block_size):
-        raise ValueError(f"{folder} is packed for block_size={meta['packed']}, but the model has "
-                         f"{block_size}: give --block_size={meta['packed']}, or prepare it again with "
-                         f"--block_size={block_size}")
+        raise UserError(f"{folder} is packed for block_size={meta['packed']}, but the model has "
+                        f"{block_size}: give --block_size={meta['packed']}, or prepare it again with "
+                        f"--block_size={block_size}")
     for bins in train_bins, val_bins:
         bins.n_sequences(block_size)  # raises ValueError if there are none
         bins.vocab_size = model.config.vocab_size
@@ -1116,7 +1118,7 @@ if __name__ == '__main__':
     changed = resumed and not identity(source.get('data', {})).items() <= identity(meta).items()
     latest, changed = all_reduce(torch.tensor([first_it, changed]), op=dist.ReduceOp.MAX).tolist()
     if latest != first_it:
-        raise ValueError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")
+        raise UserError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")
     if changed:
         print0(f"warning: {folder} has changed since the checkpoint was written")
         run.best_val_loss = math.inf

@@ -20,7 +20,7 @@ import functools
 import math
 from unittest import mock
 
-from configurator import ROOT, check_effects, configure, marked, show, use_parts
+from configurator import ROOT, check_effects, configure, marked, naming, show, use_parts
 
 init_from = 'scratch'             # scratch, or a checkpoint as in sample.py
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
@@ -286,7 +286,8 @@ def run_check(function, config):
 if __name__ == '__main__':
     use_parts(settings, vars(train))
     if init_from == 'scratch':
-        whole = GPTConfig(**settings.model_args)
+        with naming(settings.model_args):
+            whole = GPTConfig(**settings.model_args)
         check_effects(settings, vars(whole), globals())
     else:
         whole = load(init_from, **settings.model_args)[0].config

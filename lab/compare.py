@@ -35,6 +35,7 @@ from pathlib import Path
 
 from configurator import (
     ROOT,
+    UserError,
     check_values,
     configure,
     declared,
@@ -86,14 +87,14 @@ class Variant:
         return f'{RUNS}/{hashlib.sha256(text.encode()).hexdigest()[:12]}'
 
     def measured(self, *flags):
-        """The sizes of the model from bench.py. Raises ValueError."""
+        """The sizes of the model from bench.py. Raises UserError."""
         known = {*declared(self.code / 'model.py'), 'init_from', 'dataset'}
         words = [arg for arg in (*self.args, *flags)
                  if is_config(arg) or arg[2:].partition('=')[0] in known]
         done = subprocess.run([sys.executable, str(self.code / 'bench.py'), 'params', *words, '--json=True'],
                               encoding='utf-8', capture_output=True)
         if done.returncode:
-            raise ValueError(f"variant {self.name!r}: {last_line(done.stderr)}")
+            raise UserError(f"variant {self.name!r}: {last_line(done.stderr)}")
         return loads(last_line(done.stdout))
 
 
@@ -133,7 +134,7 @@ def add_texts(texts, path):
 
 def make_variant(name, text, base, place):
     """Makes a Variant. text: additions to base, a command line of train.py. Copies the code to a folder in
-    `place`. Raises ValueError or FileNotFoundError."""
+    `place`. Raises UserError or FileNotFoundError."""
     words = shlex.split(text)
     source = Path(words.pop(0)[:-1]) if words and words[0].endswith(':') else ROOT
     known = declared(source / 'model.py') | declared(source / 'train.py')
@@ -155,7 +156,7 @@ def make_variant(name, text, base, place):
 
 def match_size(variant, target, kind):
     """Sets d_ff or d_expert so that the variant has `target` parameters within 1%. kind: one of COUNTS.
-    Raises ValueError if no width fits."""
+    Raises UserError if no width fits."""
     if abs(variant.sizes[kind] - target) <= 0.01 * target:
         return
     name = 'd_ff' if variant.settings['n_expert'] is None else 'd_expert'
@@ -167,8 +168,8 @@ def match_size(variant, target, kind):
             print0(f"{variant.name}: {name}={width}")
             variant.args.append(f'--{name}={width}')
             return
-    raise ValueError(f"variant {variant.name!r}: no {name} gives {target:,} parameters, as the baseline has: "
-                     "change width or depth, or use --match=none")
+    raise UserError(f"variant {variant.name!r}: no {name} gives {target:,} parameters, as the baseline has: "
+                    "change width or depth, or use --match=none")
 
 
 # runs -------------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def run_variant(variant, seed):
 def run_all(variants, seeds, until, margin):
     """Completes all runs, seed by seed. Returns {variant's name: run_variant's dicts}. A variant
     gets no further seed after a failure, or, if until='decided', after a clear verdict. Raises
-    ValueError if the baseline fails."""
+    UserError if the baseline fails."""
     runs = {variant.name: [] for variant in variants}
     remaining = [*variants]
     for seed in seeds:
@@ -217,7 +218,7 @@ def run_all(variants, seeds, until, margin):
             run = read_run(variant.folder(seed)) or run_variant(variant, seed)
             print0(f"{variant.name}, seed {seed}: {run['error'] or duration(run['rows']['wall_s'][-1])}")
             if run['error'] and variant is variants[0]:
-                raise ValueError('a run of the baseline failed, so nothing can be compared with it')
+                raise UserError('a run of the baseline failed, so nothing can be compared with it')
             runs[variant.name].append(run)
         remaining = [variant for variant in remaining if not runs[variant.name][-1]['error']]
         if until:
@@ -321,8 +322,8 @@ def compare(config, args, name=''):
     known = lists.get(name, {})
     texts = config['variants'] or known.get('variants')
     if not texts or name and not known:
-        raise ValueError(f"lab/variants.py has no list {name!r}: name one of {', '.join(lists)}, or add "
-                         "--variants=\"['', '--norm=layernorm']\"")
+        raise UserError(f"lab/variants.py has no list {name!r}: name one of {', '.join(lists)}, or add "
+                        "--variants=\"['', '--norm=layernorm']\"")
     if not isinstance(texts, dict):
         texts = {text.strip() or 'base': text for text in texts}
     if known and not any(map(is_config, args)):

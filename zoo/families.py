@@ -10,7 +10,7 @@ import typing
 
 import torch
 
-from configurator import ROOT, checked, declared, unmet
+from configurator import ROOT, UserError, checked, declared, unmet
 from model import LOCAL, MOST_LAYERS, ROPE_SCALINGS, GPTConfig, letter, rope_table, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def renamed(kind, pattern, new):
 def refuse(c, **fields):
     if fields:
         given = ', '.join(f"{name}={value!r:.80}" for name, value in fields.items())
-        raise ValueError(f"{c['model_type']} with {given} is unsupported")
+        raise UserError(f"{c['model_type']} with {given} is unsupported")
 
 
 # the layout of tensors --------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def write_mpt(config, c):
 
 def write_latent(config, c):
     if config.qkv_bias and not config.q_lora_rank:
-        raise ValueError('DeepSeek has no bias on queries that are not compressed')
+        raise UserError('DeepSeek has no bias on queries that are not compressed')
     c['num_key_value_heads'] = config.n_head
 
 
@@ -317,7 +317,7 @@ def read_nemotron_h(c, args):
 
 def write_nemotron_h(config, c):
     if config.n_expert and (config.mlp_bias or not config.n_shared_expert):
-        raise ValueError('the experts of Nemotron-H have no bias, and one shared expert')
+        raise UserError('the experts of Nemotron-H have no bias, and one shared expert')
     c['time_step_min'] = 0.0  # transformers applies it only in a prefill
     words = {ours: word for word, ours in NEMOTRON_LAYERS.items()}
     kinds = zip(letters(config, 'mixer_pattern'), letters(config, 'expert_pattern'))
@@ -925,16 +925,18 @@ KNOWN = declared(ROOT / 'model.py')
 
 
 def config_from_hf(c):
-    """config.json -> GPTConfig. Raises ValueError, naming everything unsupported."""
+    """config.json -> GPTConfig. Raises UserError, naming everything unsupported."""
     try:
         config = GPTConfig(**{name: checked('config.json', name, value, KNOWN)
                               for name, value in read_config(c).items()})
         for i, length in itertools.product(range(config.n_layer), (1, config.block_size)):
             rope_table(config.at(i).rope_kind, torch.empty(1, 1), length)  # raises for wrong items
         return config
+    except ValueError as error:
+        raise UserError(error) from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        raise ValueError(f"config.json of a {c.get('model_type')} lacks a field or has a value that does not "
-                         f"fit: {error!r:.200}") from error
+        raise UserError(f"config.json of a {c.get('model_type')} lacks a field or has a value that does not "
+                        f"fit: {error!r:.200}") from error
 
 
 def read_config(c):
@@ -991,8 +993,8 @@ def fields_of(family):
 
 def family_of(kind):
     if kind not in FAMILIES:
-        raise ValueError(f"model_type={kind!r} is unsupported; these are supported: "
-                         f"{', '.join(sorted(FAMILIES))}")
+        raise UserError(f"model_type={kind!r} is unsupported; these are supported: "
+                        f"{', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]
 
 
@@ -1061,7 +1063,7 @@ def write_rope(config, c):
         both[kind] = rope = {'rope_theta': fields['rope_base'], 'rope_type': 'default',
                              **(fields['rope_scaling'] or {})}
         if rope['rope_type'] == 'ntk':
-            raise ValueError("transformers has no rope_scaling of rope_type 'ntk'")
+            raise UserError("transformers has no rope_scaling of rope_type 'ntk'")
         if rope['rope_type'] == 'dynamic':  # transformers uses max_position_embeddings
             del rope['original_max_position_embeddings']
         if 'partial_rotary_factor' in fixed:
@@ -1132,10 +1134,10 @@ def canonical(config):
 
 
 def write_config(config, kind):
-    """The family's config.json that is nearest to config. Raises ValueError."""
+    """The family's config.json that is nearest to config. Raises UserError."""
     family = family_of(kind)
     if not family.exports:
-        raise ValueError(f"exporting {kind} models is not supported")
+        raise UserError(f"exporting {kind} models is not supported")
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
@@ -1153,7 +1155,7 @@ def write_config(config, kind):
 
 
 def config_to_hf(config, kinds):
-    """GPTConfig -> config.json of the first family that computes the same. Raises ValueError, naming what
+    """GPTConfig -> config.json of the first family that computes the same. Raises UserError, naming what
     the nearest family lacks."""
     ours = canonical(config)
     nearest = []
@@ -1163,7 +1165,7 @@ def config_to_hf(config, kinds):
             read = canonical(config_from_hf(c))
         except (LookupError, TypeError, ValueError) as error:
             if len(kinds) == 1:
-                raise ValueError(f"this model cannot be written as {kind}: {error}") from error
+                raise UserError(f"this model cannot be written as {kind}: {error}") from error
             continue
         lacks = [name for name in ours if ours[name] != read.get(name)]
         if not lacks:
@@ -1171,7 +1173,7 @@ def config_to_hf(config, kinds):
         nearest.append((kind, lacks))
     kind, lacks = min(nearest, key=lambda one: len(one[1]))
     lacks = ', '.join(f"{name}={getattr(config, name)!r}" for name in lacks)
-    raise ValueError(f"the nearest published family, {kind}, has no {lacks}; choose one with --family=")
+    raise UserError(f"the nearest published family, {kind}, has no {lacks}; choose one with --family=")
 
 
 # tensors ----------------------------------------------------------------------------------------------------
@@ -1194,7 +1196,7 @@ def plan(model, family, rename=str):
 
         key = next((key for key in keys if key in family.names), None)
         if key is None:
-            raise ValueError(f"{family.arch} has no name for {ours}: add one to zoo/families.py")
+            raise UserError(f"{family.arch} has no name for {ours}: add one to zoo/families.py")
         theirs = family.names[key]
         prefix = ''
         if layer:

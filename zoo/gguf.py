@@ -9,7 +9,7 @@ import types
 
 import torch
 
-from configurator import package, plain
+from configurator import UserError, package, plain
 from model import ROPE_SCALINGS
 from tokenizer import EOT, WORD_PATTERN
 from zoo.families import (
@@ -93,7 +93,7 @@ def fixed_fields(kind, config):
 # writing ----------------------------------------------------------------------------------------------------
 
 def rope_keys(config, arch):
-    """A rope_scaling as llama.cpp's (keys, tensors). Raises ValueError if it is unsupported."""
+    """A rope_scaling as llama.cpp's (keys, tensors). Raises UserError if it is unsupported."""
     scaling = config.rope_scaling or {}
     if arch == 'llama' and scaling.get('rope_type') in ('llama3', 'longrope'):
         freq = config.rope_base ** -(torch.arange(0, config.rope_dim, 2) / config.rope_dim)
@@ -102,20 +102,20 @@ def rope_keys(config, arch):
         if weight == 1:
             return {}, {'rope_freqs.weight': freq / scaled}
     if scaling.get('rope_type') not in (None, 'linear', 'yarn') or scaling.keys() - SCALING.values():
-        raise ValueError(f"llama.cpp's {arch} has no rope_scaling={scaling}")
+        raise UserError(f"llama.cpp's {arch} has no rope_scaling={scaling}")
     return {theirs: scaling.get(ours) for theirs, ours in SCALING.items()}, {}
 
 
 @torch.no_grad()
 def save_gguf(model, tokenizer, path, dtype=None, family=None):
     """Writes a file for llama.cpp. dtype: for matrices; None: the model's. family: a key of
-    ARCHITECTURES; None: the model's, else the first that fits. Raises ValueError and writes nothing
+    ARCHITECTURES; None: the model's, else the first that fits. Raises UserError and writes nothing
     if llama.cpp does not support the model, or if the file exists."""
     gguf = package('gguf', *NEED)
     config = model.config
     path = pathlib.Path(path)
     if path.exists():
-        raise ValueError(f"{path} exists already: remove it, or give another name")
+        raise UserError(f"{path} exists already: remove it, or give another name")
     family = family or getattr(model, 'family', None)
     kind = config_to_hf(config, [family] if family in ARCHITECTURES else ARCHITECTURES)['model_type']
     arch, _ = ARCHITECTURES[kind]
@@ -123,7 +123,7 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
     found = canonical(config)
     known = canonical(dataclasses.replace(config, **fixed))
     if wrong := [f"{name}={getattr(config, name)!r}" for name in fixed if found.get(name) != known.get(name)]:
-        raise ValueError(f"llama.cpp's {arch} has no {', '.join(wrong)}")
+        raise UserError(f"llama.cpp's {arch} has no {', '.join(wrong)}")
     keys, tensors = rope_keys(config, arch)
     keys |= {theirs: getattr(config, ours) for theirs, ours in KEYS.items()}
     keys['feed_forward_length'] = config.d_expert or config.d_ff
@@ -168,7 +168,7 @@ def contents(path):
     readers = [*map(Reader, sorted(parts))]
     keys = {key: field.contents() for key, field in readers[0].fields.items()}
     if len(parts) < (n := keys.get('split.count', 1)):
-        raise ValueError(f"{path} is one of {n} parts: give the first, in a folder with the others")
+        raise UserError(f"{path} is one of {n} parts: give the first, in a folder with the others")
     tensors = {one.name: one for reader in readers for one in reader.tensors}
 
     def read(name):
@@ -180,12 +180,12 @@ def contents(path):
 
 
 def read_gguf(path):
-    """Implements hub.read_published for a GGUF file. Raises ValueError if unsupported."""
+    """Implements hub.read_published for a GGUF file. Raises UserError if unsupported."""
     keys, stored = contents(path)
     arch = keys['general.architecture']
     kinds = {theirs: kind for kind, (theirs, _) in reversed(ARCHITECTURES.items())}
     if arch not in kinds:
-        raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
+        raise UserError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
     kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
     fields = OTHERS | fields_of(FAMILIES[kind])
     c = {'model_type': kind, 'head_dim': None, 'num_key_value_heads': None, 'rope_theta': 1e4,
@@ -236,9 +236,9 @@ SPLITS = {  # pattern in tokenizer.json: llama.cpp's name
 
 
 def tokenizer_keys(tokenizer, n_vocab):
-    """A tokenizer as llama.cpp's keys. Raises ValueError unless it is byte-level BPE with a known pattern."""
+    """A tokenizer as llama.cpp's keys. Raises UserError unless it is byte-level BPE with a known pattern."""
     if tokenizer is None:
-        raise ValueError("a .gguf file needs a tokenizer, and this model has none: export a folder instead")
+        raise UserError("a .gguf file needs a tokenizer, and this model has none: export a folder instead")
     spec = json.loads(library_tokenizer(to_json(tokenizer)).to_str())
     stops = tokenizer.stop_tokens
     step = spec['pre_tokenizer'] or {'type': 'none'}
@@ -249,8 +249,8 @@ def tokenizer_keys(tokenizer, n_vocab):
     if (words not in SPLITS or merges and not words or not stops
             or any(one.get('add_prefix_space') for one in steps)
             or spec['normalizer'] not in (None, {'type': 'NFC'})):  # llama.cpp ignores NFC
-        raise ValueError(f"llama.cpp does not support the tokenizer {tokenizer.name!r}: export a folder and "
-                         "try llama.cpp's convert_hf_to_gguf.py")
+        raise UserError(f"llama.cpp does not support the tokenizer {tokenizer.name!r}: export a folder and "
+                        "try llama.cpp's convert_hf_to_gguf.py")
     # types: 1 normal, 3 control, 4 user-defined, 5 unused
     tokens = {i: (text, 1) for text, i in spec['model']['vocab'].items()}
     tokens |= {one['id']: (one['content'], 3 if one['special'] else 4) for one in spec['added_tokens']}
@@ -268,12 +268,12 @@ def tokenizer_keys(tokenizer, n_vocab):
 
 
 def read_tokenizer(path):
-    """The tokenizer of a file. Raises ValueError if it is unsupported."""
+    """The tokenizer of a file. Raises UserError if it is unsupported."""
     keys, _ = contents(path)
     model = keys.get('tokenizer.ggml.model')
     splits = keys.get('tokenizer.ggml.pre', 'unnamed') if model == 'gpt2' else model
     if splits not in PATTERNS:
-        raise ValueError(f"{path} has a {splits} tokenizer; supported are {', '.join(PATTERNS)}")
+        raise UserError(f"{path} has a {splits} tokenizer; supported are {', '.join(PATTERNS)}")
     texts = keys['tokenizer.ggml.tokens']
     config = {name: texts[i] for name in ('bos_token', 'eos_token')
               if (i := keys.get(f'tokenizer.ggml.{name}_id', len(texts))) < len(texts)}

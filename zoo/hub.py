@@ -26,7 +26,7 @@ import types
 if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.abspath(__file__ + '/../..')
 
-from configurator import check_values, configure, naming, package, plain, reading
+from configurator import UserError, check_values, configure, naming, package, plain, reading
 
 dtype: str | None = None  # dtype of exported weights [in gguf.DTYPES]; q8_0: only for .gguf; None: as stored
 family: str | None = None  # family of an export; None: the model's family, or the first that fits
@@ -70,7 +70,7 @@ def files(folder, pattern):
 
 
 def read_json(folder, name):
-    """The object in a JSON file. Raises FileNotFoundError or ValueError."""
+    """The object in a JSON file. Raises FileNotFoundError or UserError."""
     return json_object(files(folder, name)[0])
 
 
@@ -136,7 +136,7 @@ def bare(name):
 
 
 def check(parts, stored, model, family, folder):
-    """Raises ValueError, naming all missing, unexpected or differently shaped tensors, or quantized ones."""
+    """Raises UserError, naming all missing, unexpected or differently shaped tensors, or quantized ones."""
     from sample import IGNORED
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     others = f"{family.names['lm_head']}.weight",  # a tied head
@@ -147,14 +147,14 @@ def check(parts, stored, model, family, folder):
              if name in wanted or not (IGNORED.fullmatch(name) or name.startswith(others))}
     packed = {one.kind for one in found.values() if re.fullmatch(r'[IU]\d+|BOOL|F8.*', one.kind)}
     if packed:
-        raise ValueError(f"{folder} has quantized weights ({', '.join(packed)}), which are not "
-                         "supported: use the original weights")
+        raise UserError(f"{folder} has quantized weights ({', '.join(packed)}), which are not "
+                        "supported: use the original weights")
     found = {name: one.shape for name, one in found.items()}
     if wanted != found:
         lacks = sorted(wanted.items() - found.items())
         others = sorted(found.items() - wanted.items())
-        raise ValueError(f"{folder} does not fit its config.json: it lacks {lacks[:30]}, "
-                         f"but has {others[:30]}")
+        raise UserError(f"{folder} does not fit its config.json: it lacks {lacks[:30]}, "
+                        f"but has {others[:30]}")
 
 
 @torch.no_grad()
@@ -171,7 +171,7 @@ def fill(model, parts, stored):
 
 def read_published(path):
     """A folder or GGUF file -> config.json, GPTConfig, arguments of plan, {name: Stored}. Raises OSError or
-    ValueError."""
+    UserError."""
     with reading(path):
         if path.endswith('.gguf'):
             return gguf.read_gguf(path)
@@ -233,7 +233,7 @@ def tokenizer_files(tokenizer, model):
 
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
     """Writes a folder for transformers. tokenizer: may be None. dtype: None: the model's. family: a
-    key of FAMILIES; None: the model's, or the first that fits. Raises ValueError if the
+    key of FAMILIES; None: the model's, or the first that fits. Raises UserError if the
     family computes something else or the folder is not empty, OSError or SafetensorError if writing
     fails. Errors leave the folder unchanged."""
     folder = pathlib.Path(folder).absolute()
@@ -241,7 +241,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
     family = family or getattr(model, 'family', None)
     c = config_to_hf(model.config, [family] if family else FAMILIES) | {'dtype': plain(dtype)}
     if any(folder.glob('*')):
-        raise ValueError(f"{folder} is not empty: remove it, or give another name")
+        raise UserError(f"{folder} is not empty: remove it, or give another name")
     texts = {}
     if tokenizer is not None:
         stops = list(tokenizer.stop_tokens)  # includes the end of an answer
@@ -263,7 +263,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
 
 
 def published_tokenizer(path):
-    """The tokenizer of a folder, tokenizer.json or GGUF file. Raises FileNotFoundError or ValueError."""
+    """The tokenizer of a folder, tokenizer.json or GGUF file. Raises FileNotFoundError or UserError."""
     if path.endswith('.gguf'):
         with reading(path):
             return gguf.read_tokenizer(path)
@@ -346,5 +346,5 @@ if __name__ == '__main__':
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))
     else:
-        raise ValueError(f"unknown command {' '.join(words)!r}: give an id on the hub or a folder, or "
-                         "`export RUN FOLDER`; see --help")
+        raise UserError(f"unknown command {' '.join(words)!r}: give an id on the hub or a folder, or "
+                        "`export RUN FOLDER`; see --help")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import reading
+from configurator import UserError, reading
 from tokenizer import CUT, EOT, MARK, Tokenizer, without_surrogates
 
 SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token'
@@ -30,7 +30,7 @@ class JsonTokenizer(Tokenizer):
                                for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
         if self.n_vocab > 10**7:  # tables would fill the memory
-            raise ValueError(f"tokenizer.json has token id {self.n_vocab - 1}: ids must be below 10,000,000")
+            raise UserError(f"tokenizer.json has token id {self.n_vocab - 1}: ids must be below 10,000,000")
         self.eos_tokens = [i for i in self.config.get('eos_token_id', ()) if i in self.tokens]
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((vocab[end] for end in ends if end in vocab), *self.eos_tokens[:1] or [None])
@@ -70,11 +70,11 @@ class JsonTokenizer(Tokenizer):
                 and self.encode_chat(''.join(parts)) == [i for part in parts for i in self.encode_chat(part)])
 
 def library_tokenizer(source):
-    """The text of a tokenizer.json -> tokenizers.Tokenizer. Raises ValueError unless it is BPE or Unigram."""
+    """The text of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError unless it is BPE or Unigram."""
     import tokenizers
     tok = tokenizers.Tokenizer.from_str(source)
     if (kind := type(tok.model).__name__) not in ('BPE', 'Unigram'):
-        raise ValueError(f'unsupported model {kind}: BPE and Unigram are supported')
+        raise UserError(f'unsupported model {kind}: BPE and Unigram are supported')
     tok.no_truncation()
     tok.no_padding()
     if kind == 'BPE':
@@ -108,7 +108,7 @@ FILES = ['tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', '
 
 
 def json_object(path):
-    """The object in a JSON file, {} if it is missing. Raises ValueError."""
+    """The object in a JSON file, {} if it is missing. Raises UserError."""
     with reading(path):
         return {**json.loads(path.read_bytes())} if path.exists() else {}  # other values raise TypeError
 
@@ -163,7 +163,7 @@ def byte_chars():
 
 def to_json(tok):
     """The text of a tokenizer.json for any tokenizer. Our tables have no list of merges, so each pair of
-    tokens that forms a token becomes a merge with that token's rank. Raises ValueError if the result encodes
+    tokens that forms a token becomes a merge with that token's rank. Raises UserError if the result encodes
     another way."""
     if tok.source:
         return tok.source
@@ -181,6 +181,6 @@ def to_json(tok):
                       tok.byte_level)
     shown = tok.decode([*ranks.values()][:1000])
     if library_tokenizer(source).encode(shown).ids != tok.encode_array(shown).tolist():
-        raise ValueError(f'a tokenizer of kind {tok.kind!r} cannot be exported: give its class the `source` '
-                         'of a tokenizer.json that encodes the same')
+        raise UserError(f'a tokenizer of kind {tok.kind!r} cannot be exported: give its class the `source` '
+                        'of a tokenizer.json that encodes the same')
     return source

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from configurator import print0
+from configurator import UserError, print0
 from model import Embedding, FusedLinear, GroupedLinear, Linear, hidden_init, parameter
 
 # low-rank adapters ------------------------------------------------------------------------------------------
@@ -45,15 +45,15 @@ class LoRALinear(nn.Module):
 @torch.no_grad()
 def add_lora(model, rank, alpha, targets):
     """Freezes a GPT and replaces linear layers in its blocks by LoRALinear, with scale alpha / rank. targets:
-    ends of names, such as 'mlp.c_proj'. Raises ValueError unless all targets name linear layers."""
+    ends of names, such as 'mlp.c_proj'. Raises UserError unless all targets name linear layers."""
     modules = dict(model.h.named_modules())
     chosen = set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
     for target in targets:
         named = {name for name in modules if f'.{name}'.endswith(f'.{target}')}
         if not named or not named <= plain:
-            raise ValueError(f"lora_targets: {target!r} is not the name of linear layers; choose from "
-                             f"{', '.join(sorted({name.partition('.')[2] for name in plain}))}")
+            raise UserError(f"lora_targets: {target!r} is not the name of linear layers; choose from "
+                            f"{', '.join(sorted({name.partition('.')[2] for name in plain}))}")
         chosen |= named
     model.requires_grad_(False)
     for name in sorted(chosen):
@@ -78,14 +78,14 @@ def merge_lora(model):
 
 def start_lora(model, config, loaded):
     """Adds adapters to a model. config: train.py's settings; loaded: sample.load's third result, or {}.
-    Returns a checkpoint's 'lora'. Raises ValueError if the base model is missing or in out_dir."""
+    Returns a checkpoint's 'lora'. Raises UserError if the base model is missing or in out_dir."""
     from sample import checksum
     if not loaded:
-        raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
+        raise UserError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
     path = loaded['path']
     if Path(path).parent.resolve() == Path(config['out_dir']).resolve():
-        raise ValueError(f"out_dir={config['out_dir']} holds {path}, the base of the adapters: give another "
-                         "--out_dir")
+        raise UserError(f"out_dir={config['out_dir']} holds {path}, the base of the adapters: give another "
+                        "--out_dir")
     lora = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
             'targets': config['lora_targets'].replace(',', ' ').split()}
     base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
@@ -100,7 +100,7 @@ def start_lora(model, config, loaded):
 def adapted_model(checkpoint, state, merge, changes):
     """Loads the base model of a checkpoint, and adds its adapters, `state`. merge: call merge_lora. The base
     is at its old path, at the same path relative to the adapters, at `base` in their folder, or on the hub.
-    Raises FileNotFoundError, or ValueError if the base has other weights."""
+    Raises FileNotFoundError, or UserError if the base has other weights."""
     from sample import CHANGEABLE, checksum, load
     lora = checkpoint['lora']
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
@@ -116,8 +116,8 @@ def adapted_model(checkpoint, state, merge, changes):
             f"{checkpoint['path']} has adapters for {lora['base']}, which is missing ({error!s:.200}): put "
             f"the base model, or a link to it, at {folder / 'base'}") from error
     if lora.get('checksum') not in (None, checksum(base['path'], model)):
-        raise ValueError(f"the adapters in {checkpoint['path']} were trained on other weights than those in "
-                         f"{base['path']}: restore the base model, or train the adapters again")
+        raise UserError(f"the adapters in {checkpoint['path']} were trained on other weights than those in "
+                        f"{base['path']}: restore the base model, or train the adapters again")
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     model.load_state_dict(model.state_dict() | state)
     if merge:
