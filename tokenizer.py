@@ -21,7 +21,7 @@ from configurator import UserError
 
 EOT = '<|endoftext|>'  # the end-of-text token
 CHUNK = 1 << 16        # characters per piece
-GROUP = 64             # items that a worker receives at a time
+GROUP = 32             # items that a worker receives at a time
 
 # Long texts are cut between a letter or digit ([^\W_]) and a space, line end or CJK punctuation
 # mark. Neither tiktoken's patterns nor WORD_PATTERN match across such a place.
