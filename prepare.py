@@ -374,7 +374,8 @@ def fetch(url, folder):
                     f.writelines(response.iter_content(1 << 16))
                 break
             except requests.RequestException as e:
-                if not wait:
+                status = getattr(e.response, 'status_code', 500)
+                if not wait or 429 != status < 500:
                     raise OSError(f'cannot download {url} ({e}): go online, put the file into {folder}, or '
                                   'use your own text: python prepare.py my.txt') from e
                 print(f'{path}: trying again in {wait} s ({e})')

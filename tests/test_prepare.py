@@ -707,7 +707,8 @@ BODY = bytes(range(256)) * 1600
 
 @pytest.mark.parametrize('statuses, part, waits', [
     ([206], BODY, []), ([206] * 4, b'', [3, 6, 12]), ([200, 200], BODY[:9], [3]),
-    ([503, 429, 206, 206], BODY[:9], [3, 6, 12]), ([503] * 6, b'half', [3, 6, 12, 24, 48])])
+    ([503, 429, 206, 206], BODY[:9], [3, 6, 12]), ([503] * 6, b'half', [3, 6, 12, 24, 48]),
+    ([404], b'half', [])])
 def test_fetch_continues_a_file(statuses, part, waits, tmp_path, monkeypatch):
     """A local server sends BODY with these statuses. All bodies except the last are cut off."""
     left, slept = [*statuses], []
