@@ -612,7 +612,7 @@ class Run:
         if self.patient:
             dist.barrier(self.patient)
 
-    def snapshot(self, optimizers=True):
+    def state(self, optimizers=True):
         """The part of a checkpoint that changes. All ranks must call it; only rank 0
         gets gathered tensors."""
         weights = self.model.state_dict()
@@ -757,7 +757,7 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32, lon
     GPTConfig; longest: see model.changed. Raises UserError for a change that is not CHANGEABLE."""
     from sample import CHANGEABLE, load
     tuned = init_from != 'resume'
-    changes = packed(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
+    changes = document_args(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
     model, tokenizer, source = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, longest=longest,
                                     **changes)
     if changes:
@@ -773,7 +773,7 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32, lon
     return model, tokenizer, source
 
 
-def packed(meta):
+def document_args(meta):
     """Fields of GPTConfig that keep packed conversations apart; {} for other data."""
     return {'document_token': meta['eot']} if meta and meta['packed'] else {}
 
@@ -826,7 +826,7 @@ def replacing(path):
 def save(run, name, constant):
     """Writes a checkpoint, then replaces the old file. best.pt has no optimizers, unless it is an
     earlier ckpt.pt: if that was the best, this function keeps it under the name best.pt."""
-    state = run.snapshot(name != 'best.pt')
+    state = run.state(name != 'best.pt')
     path = Path(run.config['out_dir'], name)
     if name == 'ckpt.pt':
         if RANK == 0 and run.saved == run.best_iter != run.iter_num:
@@ -1078,7 +1078,7 @@ if __name__ == '__main__':
     # model
     if model is None:
         with naming(model_args):
-            model_config = GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args})
+            model_config = GPTConfig(**{'vocab_size': meta['vocab_size'], **document_args(meta), **model_args})
             check_memory(model_config)
             model = GPT(model_config)
             try_tokens(model)

@@ -185,10 +185,10 @@ def test_a_skipped_update_changes_nothing(kind):
     run = new_run(check.randomized(check.tiny_config(GPTConfig(**MOE))).train(), optimizer=kind)
     idx = torch.randint(61, (2, 16))
     flat_train.step(run, [flat_train.Batch(idx, idx)])
-    before = copy.deepcopy(run.snapshot())
+    before = copy.deepcopy(run.state())
     flat_train.step(run, [flat_train.Batch(idx, idx, math.nan)])
     for part in 'model', 'optimizer':
-        torch.testing.assert_close(run.snapshot()[part], before[part], atol=0, rtol=0)
+        torch.testing.assert_close(run.state()[part], before[part], atol=0, rtol=0)
 
 
 SCHEDULES = {  # share of the iterations after the warm-up, cooldown -> share of the peak

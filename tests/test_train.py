@@ -88,7 +88,7 @@ def test_states_of_optimizers_follow_the_names_of_parameters():
     run = new_run(tiny(), optimizer='muon')
     idx = torch.randint(61, (2, 8))
     flat_train.step(run, [flat_train.Batch(idx, idx)])
-    states = run.snapshot()['optimizer']
+    states = run.state()['optimizer']
     model = tiny()
     model.tags = dict(reversed(model.tags.items()))
     for module in model.modules():  # as if the lines of __init__ had another order
@@ -96,7 +96,7 @@ def test_states_of_optimizers_follow_the_names_of_parameters():
         module._modules = dict(reversed(module._modules.items()))
     other = new_run(model, optimizer='muon', lr_scales={'embedding': 3.0})
     flat_train.load_optimizers(model, other.optimizers, states)
-    found = other.snapshot()['optimizer']
+    found = other.state()['optimizer']
     assert found.keys() == states.keys() == dict(model.named_parameters()).keys()
     assert all(same_weights(found[name], states[name]) for name in states)
     assert {group['lr_scale'] for opt in other.optimizers for group in opt.param_groups} == {1.0, 3.0}
