@@ -229,9 +229,8 @@ def test_every_rule_of_ours_is_python():
         path = ROOT / f'{name}.py'
         known = configurator.declared(path) | configurator.declared(ROOT / 'model.py')
         values = {name: setting.default for name, setting in known.items()} | {'mixer_pattern': 'A'}
-        tables = {'OPTIMIZERS': {'adamw': 1}, 'SCHEDULES': {'cosine': 1}, 'TORCHRUN': False,
-                  'SOURCES': prepare.SOURCES, 'train': train, 'command': 'train', 'conversations': True,
-                  'records': True}
+        tables = vars(train) | {'SOURCES': prepare.SOURCES, 'train': train, 'command': 'train',
+                                'conversations': True, 'records': True}
         settings = configurator.Configured({}, {}, [], known, known, [], [])
         configurator.check_values(settings, values, tables)
         for rule in itertools.chain(*(setting.rules for setting in known.values())):
@@ -337,7 +336,7 @@ def test_a_missing_compiler_is_reported_in_one_line(tmp_path):
 def test_a_config_file_replaces_functions_and_extends_tables(folder, capsys):
     """Nothing else: not by a function of the same name, which may be a helper."""
     (folder / 'mine.py').write_text('''
-SCHEDULES = {'step': lambda done, cooldown: float(done < 0.5)}
+SCHEDULES = {'step': lambda done: float(done < 0.5)}
 lr_schedule = 'step'
 _half = learning_rate / 2  # a config file can read the values so far
 def rounded(x): pass

@@ -324,10 +324,10 @@ def test_growing_length(folder):
             model=types.SimpleNamespace(config=types.SimpleNamespace(block_size=16)))
         batches = [*found['read_batches'](run, prepare.Bins('data/toy', 'train'))]
     for batch, pieces in zip(batches, [4, 4, 2, 2, 1, 1]):
-        for inputs, targets, _ in batch:
-            assert torch.equal(inputs, inputs[:, :1] + torch.arange(16 // pieces))
-            assert torch.equal(targets, inputs + 1)
-    read = torch.cat([inputs.flatten() for batch in batches for inputs, *_ in batch])
+        for micro in batch:
+            assert torch.equal(micro.inputs, micro.inputs[:, :1] + torch.arange(16 // pieces))
+            assert torch.equal(micro.targets, micro.inputs + 1)
+    read = torch.cat([micro.inputs.flatten() for batch in batches for micro in batch])
     assert torch.equal(read.sort().values, torch.arange(16 * 36))
 
 

@@ -88,7 +88,7 @@ def test_a_run_is_resumed_sampled_measured_and_exported(folder):
     assert losses('parts') == losses('whole')
     weights = [torch.load(f'{out}/ckpt.pt', map_location='cpu')['model'] for out in ('whole', 'parts')]
     assert same_weights(*weights)
-    run('sample.py', *sampling, '--start=LINES:prompts.txt', '--output=cpu.jsonl', '--device=cpu')
+    run('sample.py', *sampling[1:], '--start=LINES:prompts.txt', '--output=cpu.jsonl', '--device=cpu')
     assert Path('gpu.jsonl').read_text() == Path('cpu.jsonl').read_text()
     exported, own = (json.loads(Path(name).read_text().splitlines()[0])['text']
                      for name in ('export.jsonl', 'gpu.jsonl'))

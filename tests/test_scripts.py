@@ -49,7 +49,7 @@ for command in sys.argv[1:]:
     done = subprocess.run([sys.executable, '-c', driver, *commands], cwd=tmp_path, capture_output=True,
                           text=True, env=os.environ | {'PYTHONPATH': ''})
     assert done.returncode == 0, done.stderr
-    said = done.stdout.partition('conversation')[2]
+    said = done.stdout.partition('chat/ckpt.pt: ')[2]
     assert '> What is 3?\n' in said and '> What is 4?\n' in said and 'not trained' not in said
 
 
@@ -199,7 +199,7 @@ def test_bad_input_is_one_error_and_writes_nothing(folder, args, message, monkey
 
 @pytest.mark.parametrize('args, message', [
     (['--chat', '--num_samples=5'], '--num_samples has no effect: it needs not chat'),
-    (["--rope_scaling={'type': 'linear', 'factor': 2}"], "scaling has no effect: it needs pos == 'rope'"),
+    (["--rope_scaling={'rope_type': 'linear', 'factor': 2}"], "scaling has no effect: it needs pos == 'rope'"),
     ([str(ROOT / 'examples/speculation.py')], "does not support mixer_pattern='DA'")])
 def test_what_sample_cannot_do_is_an_error(folder, args, message):
     train('--out_dir=out', '--max_iters=0', '--pos=learned', '--mixer_pattern=DA', '--linear_n_value_head=2')
