@@ -234,7 +234,7 @@ def test_every_rule_of_ours_is_python():
         settings = configurator.Configured({}, {}, [], known, known, [], [])
         configurator.check_values(settings, values, tables)
         for rule in itertools.chain(*(setting.rules for setting in known.values())):
-            assert re.match('fixed$|changeable$|random$|if |in |[<>=!]|att', rule)
+            assert re.match('fixed$|changeable$|random$|training$|if |in |[<>=!]|att', rule)
             configurator.unmet([rule], tables, values)
 
 

@@ -199,7 +199,7 @@ def test_bad_input_is_one_error_and_writes_nothing(folder, args, message, monkey
 
 @pytest.mark.parametrize('args, message', [
     (['--chat', '--num_samples=5'], '--num_samples has no effect: it needs not chat'),
-    (["--rope_scaling={'rope_type': 'linear', 'factor': 2}"], "scaling has no effect: it needs pos == 'rope'"),
+    (["--rope_scaling={'rope_type': 'linear', 'factor': 2}"], "has no effect: it needs pos == 'rope'"),
     ([str(ROOT / 'examples/speculation.py')], "does not support mixer_pattern='DA'")])
 def test_what_sample_cannot_do_is_an_error(folder, args, message):
     train('--out_dir=out', '--max_iters=0', '--pos=learned', '--mixer_pattern=DA', '--linear_n_value_head=2')
