@@ -1078,8 +1078,8 @@ if __name__ == '__main__':
     # model
     if model is None:
         with naming(model_args):
-            usual = {'vocab_size': meta['vocab_size']} | document_args(meta)
-            model_config = GPTConfig(**usual | model_args)
+            data_args = {'vocab_size': meta['vocab_size']} | document_args(meta)
+            model_config = GPTConfig(**data_args | model_args)
             check_memory(model_config)
             model = GPT(model_config)
             try_tokens(model)
