@@ -75,7 +75,8 @@ SETTING = re.compile(r'''
 
 
 def declared(path):
-    """Returns {name: Setting} of a script or of GPTConfig. Raises UserError for a setting in another form."""
+    """Returns {name: Setting} of a script or of GPTConfig. Raises UserError for a setting that is
+    not written in one line."""
     text = re.sub(r'""".*?"""', '', path.read_text('utf-8'), flags=re.S)
     fields = text.partition('class GPTConfig:')[2].partition('\n    def ')[0]
     text = textwrap.dedent(fields) or re.split(r'^(?:.* = )?configure\(', text, flags=re.M)[0]
@@ -265,9 +266,12 @@ def use_parts(settings, script):
     for found in settings.files:
         for name, value in found.items():
             table = script.get(name)
-            if name.isupper() and isinstance(table, dict) and table is not value:  # not only imported
-                table |= value
-                tables[name] = table
+            if not name.isupper() or name not in script or table is value:  # the same: only imported
+                continue
+            if not isinstance(table, dict):
+                raise UserError(f"a config file sets {name}, which is no table: replace it in patch(script)")
+            table |= value
+            tables[name] = table
         before = {**script}
         if 'patch' in found:
             found['patch'](sys.modules[script['__name__']])

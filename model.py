@@ -953,9 +953,10 @@ def attend(mixer, q, k, v, context, mask):
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, v.shape[-1] == D <= 256, is_causal)
     if sharing == 'rows':
         q = q.reshape(B, K, group * T, D)
-        if bias is not None:  # one copy for all layers, because autograd would keep one per layer
-            copy = bias.expand(-1, max(group, bias.shape[1]), -1, -1).reshape(len(bias), -1, group * T, S)
-            bias = mask.copies.setdefault(group, copy)
+        if bias is not None and group not in mask.copies:  # autograd would keep a copy per layer
+            mask.copies[group] = bias.expand(-1, max(group, bias.shape[1]), -1, -1).reshape(
+                len(bias), -1, group * T, S)
+        bias = mask.copies.get(group)
     elif group > 1 and sharing == 'repeat':
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
@@ -1403,7 +1404,8 @@ def complete_scaling(scaling, length):
     if not scaling:
         return scaling
     options = dict(scaling)
-    kind = options.pop('rope_type', None)
+    kind = options.pop('type', None)  # an older name
+    kind = options.pop('rope_type', kind)
     try:
         signature = inspect.signature(ROPE_SCALINGS[kind])
         if 'original_max_position_embeddings' in signature.parameters:
@@ -1542,7 +1544,7 @@ def choices(kind):
     return [*itertools.chain(*map(choices, typing.get_args(kind)))]
 
 
-MOST_LAYERS = 4096  # or experts: making one takes milliseconds
+MOST_LAYERS = 4096  # and experts: creating one takes milliseconds
 
 
 def wrong_values(config):
@@ -1554,8 +1556,9 @@ def wrong_values(config):
         if isinstance(value, str) and not (values and {*values} <= {*known}):
             hint = ', or name the config file that adds it' * isinstance(field.type, str)
             yield name, f"is not supported; choose one of {', '.join(known)}{hint}"
-        elif type(value) in (int, float) and value <= 0 and field.default != 0 and name != 'document_token':
-            yield name, 'must be above 0'
+        elif type(value) in (int, float) and value <= 0 and (
+                value < 0 or field.default != 0 and name != 'document_token'):
+            yield name, f"must be {'at least' if field.default == 0 else 'above'} 0"
         elif name in ('n_layer', 'n_expert') and (value or 0) > MOST_LAYERS:
             yield name, f'must be at most {MOST_LAYERS}'
 

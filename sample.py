@@ -128,7 +128,7 @@ def read_checkpoint(path):
                                for name, w in checkpoint['model'].items()}
         args = {RENAMED.get(name, name): value for name, value in checkpoint['model_args'].items()}
     checkpoint['model_args'] = {name: checked(path, name, value, FIELDS) for name, value in args.items()
-                                # None: an unused option of another version, as is window_global
+                                # None, or window_global: an option that this version does not have
                                 if name in FIELDS or value is not None and name != 'window_global'}
     return checkpoint
 
@@ -280,8 +280,6 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     return token.where(~cdf[..., -1].isnan(), -1)
 
 
-SAMPLING = [name for name in inspect.signature(sample_token).parameters if name in config]
-
 # a step -----------------------------------------------------------------------------------------------------
 
 def step(model, tokens, cache, u, seen, sampling):
@@ -383,9 +381,13 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
     half. cache: one row with the first tokens of a single prompt; a GPU may append an extra token.
     batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI 2022).
-    sampling: options of sample_token. The model must be in eval mode. Raises UserError for NaN."""
+    sampling: options of sample_token. The model must be in eval mode. Raises UserError for NaN, and for a
+    token outside the vocabulary."""
     device = model.wte.weight.device
     sampling_device = 'cpu' if device.type == 'mps' else device  # MPS has returned ids out of range
+    if (highest := max(map(max, filter(None, prompts)), default=0)) >= model.config.vocab_size:
+        raise UserError(f"the prompt has token {highest}, which is outside the model's vocabulary of "
+                        f"{model.config.vocab_size}: leave out the text of this token")
     n_rows = len(prompts[:batch_size])
     is_new = cache is None
     if is_new:
@@ -633,6 +635,8 @@ if __name__ == '__main__':
     use_parts(settings, globals())
     check_values(settings, config, globals())
     stop = [stop.replace(r'\n', '\n')] if isinstance(stop, str) else stop or []
+    if not all(isinstance(text, str) and text for text in stop):
+        raise UserError("stop must have texts of at least one character, such as ['END', 'Q:']")
     prompts = [] if chat and start == '\n' else read_prompts(start)
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
@@ -644,11 +648,16 @@ if __name__ == '__main__':
     if chat and not tokenizer.chat_template:
         raise UserError("--chat needs a model trained on conversations, as by config/chat.py: leave it out "
                         "to continue a text")
+    if start == '\n' and start not in getattr(tokenizer, 'chars', start):
+        prompts = tokenizer.chars[:1]
     model.eval()
     print(f"{checkpoint['path']}: {num_params(model):,} parameters")
     if compile:
         print("compiling: this takes a minute or two")
-    options = {name: config[name] for name in SAMPLING} | dict(seed=seed, stop=stop, compile=compile)
+    options = {name: config[name] for function in (sample_token, generate)
+               for name in inspect.signature(function).parameters if name in config}
+    options |= {'stop': stop}
+    del options['max_new_tokens']
     conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, **options)
     if not prompts:
         converse(conversation)
@@ -661,7 +670,7 @@ if __name__ == '__main__':
     with open(output, 'x', encoding='utf-8') if output else contextlib.nullcontext() as file:
         if not output:
             print(line)
-        for i, stream in completions(model, tokenizer, ids, max_new_tokens, batch_size=batch_size, **options):
+        for i, stream in completions(model, tokenizer, ids, max_new_tokens, **options):
             prompt, number = samples[i]
             if not output:
                 stream.show(f"> {prompt}\n" if chat else prompt)

@@ -311,6 +311,7 @@ def print_by_position(run, bins, batches):
             logits = run.model(inputs)
         losses = F.cross_entropy(logits.mT, targets, ignore_index=-1, reduction='none')
         sums += torch.stack([losses, targets != -1]).sum(1).cpu()
+    sums = all_reduce(sums)
     print0('positions  loss')
     ends = [2**i for i in range((block_size - 1).bit_length())] + [block_size]
     for start, end in zip([0, *ends], ends):
@@ -473,7 +474,7 @@ def load_optimizers(model, optimizers, states):
                     raise UserError(f"the checkpoint's {name} {tuple(value.shape)} does not fit a parameter "
                                     f"{tuple(w.shape)}: resume with the code that trained it")
                 if is_sharded(w):
-                        value = split_like(w, value)
+                    value = split_like(w, value)
             owners[w].state[w][name] = value.to(w.device) if torch.is_tensor(value) else value
 
 
@@ -1030,7 +1031,7 @@ if __name__ == '__main__':
             usual = model_args.pop('block_size', None)
             longest = meta['packed'] or usual
         model, source_tokenizer, source = load_to_train(init_from, out_dir, model_args, meta, longest=longest)
-    if resumed and (was := source.get('parts', [])) != parts:
+    if resumed and sorted(was := source.get('parts', [])) != sorted(parts):
         raise UserError(f"{source['path']} was trained with config files that change {was or 'nothing'}; "
                         f"those of this command change {parts or 'nothing'}: name the same files, or "
                         "fine-tune the checkpoint")
@@ -1135,7 +1136,7 @@ if __name__ == '__main__':
     print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
            f"{total / epoch:.2f} epochs, {total / n_params:.1f} tokens per parameter; checkpoints in "
            f"{out_dir}/")
-    if total > 4.5 * epoch:
+    if total > 4.5 * epoch and not eval_only:
         print0('warning: after about four passes over a text, a model gains little and may learn it by heart '
                '(arXiv:2305.16264): see whether val loss still falls, or set --epochs=4')
     if resumed and lr_at(first_it, config) > 1.1 * lr_at(first_it, config | source.get('config', {})):
@@ -1232,6 +1233,10 @@ if __name__ == '__main__':
         if improved:
             run.best_val_loss = val_loss
             run.best_iter = run.iter_num
+        if interrupted:
+            status = 'time_limit' if interrupted == TIME_IS_OVER else 'stopped'
+        else:
+            status = stop_reason(run, val_loss)
         run.wall_s = time.time() - began
         if row:  # before the checkpoint, or rows are lost
             log_row(log_file, wandb_run, row | columns | {'wall_s': run.wall_s})
@@ -1249,17 +1254,14 @@ if __name__ == '__main__':
         if sample_tokens and tokenizer and (RANK == 0 or shard):
             print_sample(run, tokenizer, val_bins.batch([0], 1)[0].tolist())
         run.wait_for_rank_0()
-        if interrupted:
-            status = 'time_limit' if interrupted == TIME_IS_OVER else 'stopped'
-        else:
-            status = stop_reason(run, val_loss)
 
     # the end
     if status:
         memory = peak_mb(device)
         note(out_dir, status=status, peak_mb=memory)
-        if val_loss > run.best_val_loss:
-            print0('warning: the last val loss is above the best; sample.py uses the best weights, best.pt')
+        if run.best_iter not in (None, run.iter_num):
+            print0(f"warning: the last val loss is {'above' if val_loss > run.best_val_loss else 'below'} the "
+                   'best of the regular evaluations; sample.py uses the weights of that one, best.pt')
     if status and not interrupted:
         print0(f"{status}: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
                f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "

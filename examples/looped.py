@@ -38,12 +38,12 @@ class CoreBlock(Block):
         self.n_weights = sum(w.numel() for w in self.parameters() if w.tag.group == 'matrix')
 
     def flops(self, length):
-        """Of the further repetitions"""
+        """Training FLOPs per token of the further repetitions"""
         return self.n_more * (6 * self.n_weights + sum(part.flops(length) for part in mixers(self)))
 
 
 def mixers(block):
-    """Of attention and whatever else has a cache"""
+    """The mixers of a block"""
     return [part for part in block.modules() if isinstance(part, Mixer)]
 
 

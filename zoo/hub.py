@@ -333,6 +333,8 @@ if __name__ == '__main__':
     check_values(settings, settings.config, globals())
     if len(words) == 3 and words[0] == 'export':
         is_gguf = words[2].endswith('.gguf')
+        if dtype == 'q8_0' and not is_gguf:
+            raise UserError("dtype='q8_0' is only supported in .gguf files")
         model, tokenizer, facts = load(words[1])
         if tokenizer is None:
             print(f"the export has no tokenizer: {facts['no_tokenizer']}")

@@ -101,7 +101,7 @@ def adapted_model(checkpoint, state, merge, changes):
     """Loads the base model of a checkpoint, and adds its adapters, `state`. merge: call merge_lora. The base
     is at its old path, at the same path relative to the adapters, at `base` in their folder, or on the hub.
     Raises FileNotFoundError, or UserError if the base has other weights."""
-    from sample import CHANGEABLE, checksum, load
+    from sample import CHANGEABLE, checksum, is_published, load
     lora = checkpoint['lora']
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
     folder = Path(checkpoint['path']).parent
@@ -115,7 +115,9 @@ def adapted_model(checkpoint, state, merge, changes):
         raise FileNotFoundError(
             f"{checkpoint['path']} has adapters for {lora['base']}, which is missing ({error!s:.200}): put "
             f"the base model, or a link to it, at {folder / 'base'}") from error
-    if lora.get('checksum') not in (None, checksum(base['path'], model)):
+    # an older version summed only the blocks of a published base
+    older = None if is_published(base['path']) else lora.get('base_checksum')
+    if lora.get('checksum', older) not in (None, checksum(base['path'], model)):
         raise UserError(f"the adapters in {checkpoint['path']} were trained on other weights than those in "
                         f"{base['path']}: restore the base model, or train the adapters again")
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
