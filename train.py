@@ -1260,8 +1260,8 @@ if __name__ == '__main__':
         memory = peak_mb(device)
         note(out_dir, status=status, peak_mb=memory)
         if run.best_iter not in (None, run.iter_num):
-            print0(f"warning: the last val loss is {'above' if val_loss > run.best_val_loss else 'below'} the "
-                   'best of the regular evaluations; sample.py uses the weights of that one, best.pt')
+            print0(f"warning: the last val loss is {'above' if val_loss > run.best_val_loss else 'below'} "
+                   'the best of the regular evaluations; sample.py uses the weights of that one, best.pt')
     if status and not interrupted:
         print0(f"{status}: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
                f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
