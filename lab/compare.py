@@ -6,9 +6,9 @@ Which choice is better, and by how much? Trains variants of a run with the same 
     git worktree add ../old HEAD~1                 # makes a folder with the code of another commit
     python lab/compare.py config/default.py --variants="['../old:', '', '--mlp=gelu']"
 
-The first variant is the baseline. A variant is flags for train.py, or a folder of code and a colon, or
-both. The default folder is this clone. The script copies the code, so you may edit it meanwhile. Flags of
-train.py apply to all variants.
+The first variant is the baseline. A variant consists of flags for train.py, of a folder with code followed
+by a colon, or of both. The default folder is this clone. The script copies the code, so you may edit it
+meanwhile. Flags of train.py apply to all variants.
 
 Finished runs in out-compare/ are used again, so you can stop and continue. Delete the
 folder if you change a checkpoint that a run starts from.
@@ -19,6 +19,7 @@ import sys
 if __name__ == '__main__':  # import from the folder above
     sys.path[0] = os.path.abspath(__file__ + '/../..')
 
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -41,8 +42,10 @@ from configurator import (
     declared,
     duration,
     is_example,
+    naming,
     print0,
     read_flag,
+    reading,
     run_file,
 )
 
@@ -63,6 +66,7 @@ config = settings.config
 import numpy as np
 
 from bench import json_output, print_json, print_table
+from model import GPTConfig
 from prepare import Bins, data_folder, identity
 from train import UNFINISHED, lock_folder
 
@@ -77,25 +81,36 @@ class Variant:
     name: str
     code: Path      # folder
     args: list      # without seed and out_dir
-    settings: dict  # all values of train.py and GPTConfig
+    settings: dict  # all values of train.py, GPTConfig and config files
     inputs: list    # a hash of the code, the data's meta, texts of config files
-    sizes: dict | None = None  # from `measured`
 
     def folder(self, seed):
         """The folder of the run with this seed."""
-        text = dumps([self.inputs, self.settings, self.args, seed]).replace(str(self.code), '')
+        text = dumps([self.inputs, self.settings, self.args, seed], skipkeys=True,
+                     default=lambda value: type(value).__name__).replace(str(self.code), '')
         return f'{RUNS}/{hashlib.sha256(text.encode()).hexdigest()[:12]}'
 
     def measured(self, *flags):
-        """The sizes of the model from bench.py. Raises UserError."""
+        """The sizes of the model from bench.py, or its 'error'."""
         known = {*declared(self.code / 'model.py'), 'init_from', 'dataset'}
         words = [arg for arg in (*self.args, *flags)
                  if is_config(arg) or arg[2:].partition('=')[0] in known]
         done = subprocess.run([sys.executable, str(self.code / 'bench.py'), 'params', *words, '--json=True'],
                               encoding='utf-8', capture_output=True)
-        if done.returncode:
-            raise UserError(f"variant {self.name!r}: {last_line(done.stderr)}")
-        return loads(last_line(done.stdout))
+        return {'error': last_line(done.stderr)} if done.returncode else loads(last_line(done.stdout))
+
+    @functools.cached_property
+    def sizes(self):
+        """The sizes of the model, measured when they are first needed."""
+        return self.measured()
+
+    def count(self, kind, *flags):
+        """One of the COUNTS of the model with these flags. Raises UserError."""
+        sizes = self.measured(*flags)
+        if kind not in sizes:
+            raise UserError(f"variant {self.name!r}: bench.py does not count {kind}: "
+                            f"{sizes.get('error', 'its code is too old: use --match=none')}")
+        return sizes[kind]
 
 
 def is_config(arg):
@@ -110,10 +125,11 @@ def last_line(text):
 
 @functools.cache
 def copy_code(source, place):
-    """Copies a folder's Python files. Returns the copy, and a hash of the files on which a run depends."""
+    """Copies a folder's Python files and zoo/*.json. Returns the copy, and a hash of the files on which a run
+    depends."""
     code = Path(tempfile.mkdtemp(dir=place))
     digest = hashlib.sha256()
-    for path in sorted([*source.glob('*.py'), *source.glob('*/*.py')]):
+    for path in sorted([*source.glob('*.py'), *source.glob('*/*.py'), *source.glob('zoo/*.json')]):
         name = path.relative_to(source)
         (code / name).parent.mkdir(exist_ok=True)
         shutil.copy(path, code / name)
@@ -135,8 +151,12 @@ def add_texts(texts, path):
 def make_variant(name, text, base, place):
     """Makes a Variant. text: additions to base, a command line of train.py. Copies the code to a folder in
     `place`. Raises UserError or FileNotFoundError."""
-    words = shlex.split(text)
+    with reading(f'variant {text!r}'):
+        words = shlex.split(text)
     source = Path(words.pop(0)[:-1]) if words and words[0].endswith(':') else ROOT
+    if not source.is_dir():
+        raise UserError(f"variant {text!r}: there is no folder {source}. For another commit, run "
+                        f"`git worktree add --detach ../old {source}` and use '../old:'")
     known = declared(source / 'model.py') | declared(source / 'train.py')
     code, digest = copy_code(source, place)
     args = [*base, *words]
@@ -146,21 +166,29 @@ def make_variant(name, text, base, place):
     values = {name: setting.default for name, setting in known.items()}
     texts = {}
     for arg in args:
+        if arg.startswith(('--seed=', '--out_dir=')):
+            raise UserError(f"{arg} has no effect in a variant: use --seed and --seeds of lab/compare.py")
         values |= run_file(arg, values) if is_config(arg) else read_flag(arg, known)
         if is_config(arg):
             add_texts(texts, Path(arg))
-    meta = identity(Bins(data_folder(values['dataset']), 'train').meta)
-    settings = {name: values[name] for name in known}
-    return Variant(name, code, args, settings, [digest, meta, texts])
+    meta = Bins(data_folder(values['dataset']), 'train').meta
+    if source == ROOT and values['init_from'] == 'scratch':
+        fields = {field: values[field] for field, setting in declared(ROOT / 'model.py').items()
+                  if values[field] != setting.default}
+        with naming(fields):
+            GPTConfig(**{'vocab_size': meta['vocab_size']} | fields)
+    # config files may read other files or the environment
+    settings = {setting: value for setting, value in values.items() if setting[:2] != '__'}
+    return Variant(name, code, args, settings, [digest, identity(meta), texts])
 
 
 def match_size(variant, target, kind):
     """Sets d_ff or d_expert so that the variant has `target` parameters within 1%. kind: one of COUNTS.
     Raises UserError if no width fits."""
-    if abs(variant.sizes[kind] - target) <= 0.01 * target:
+    if abs(variant.count(kind) - target) <= 0.01 * target:
         return
     name = 'd_ff' if variant.settings['n_expert'] is None else 'd_expert'
-    at_64, at_128 = (variant.measured(f'--{name}={width}')[kind] for width in (64, 128))
+    at_64, at_128 = (variant.count(kind, f'--{name}={width}') for width in (64, 128))
     slope = (at_128 - at_64) / 64 or math.inf
     for unit in 64, 8, 2:
         width = unit * max(1, round((64 + (target - at_64) / slope) / unit))
@@ -177,13 +205,21 @@ def match_size(variant, target, kind):
 def read_run(folder):
     """The facts of a run that ended, or None. They have 'rows' of log.csv, or an 'error' if it diverged."""
     path = Path(folder, 'run.json')
-    facts = loads(path.read_text('utf-8')) if path.exists() else {}
+    with reading(path):
+        facts = loads(path.read_text('utf-8')) if path.exists() else {}
     if facts.get('status', 'running') in UNFINISHED:
         return None
     if not facts['error']:
         facts['rows'] = np.atleast_1d(np.genfromtxt(
             f'{folder}/log.csv', delimiter=',', names=True, encoding='utf-8'))
+        if not facts['rows'].size:
+            facts['error'] = f'{folder}/log.csv is empty: raise --max_iters'
     return facts | {'folder': folder}
+
+
+def stop_with_parent():
+    """Makes this process stop if its parent is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def run_variant(variant, seed):
@@ -195,7 +231,8 @@ def run_variant(variant, seed):
         args.append('--init_from=resume')  # last, because config files may define a mixer
     with open(f'{folder}/printed.txt', 'w+', encoding='utf-8', errors='replace') as f:
         process = subprocess.Popen([sys.executable, str(variant.code / 'train.py'), *args], stdout=f,
-                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                   preexec_fn=stop_with_parent if sys.platform == 'linux' else None)
         try:
             process.wait()
         except KeyboardInterrupt:
@@ -283,7 +320,7 @@ def comparison(variants, runs, until, margin):
                'ms': np.median(np.concatenate([log['ms_per_iter'][len(log) > 1:] for log in logs])),
                'tokens': logs[0]['tokens'][-1],
                **{name: of_variant[0][name] for name in ('peak_mb', 'params')},
-               'cache_bytes_per_token': variant.sizes['cache_bytes_per_token']}
+               'cache_bytes_per_token': variant.sizes.get('cache_bytes_per_token')}
         if rows:
             row['difference'], row['half_interval'], row['verdict'] = paired_difference(
                 losses, rows[0]['losses'], alpha, margin)
@@ -324,22 +361,23 @@ def compare(config, args, name=''):
     if not texts or name and not known:
         raise UserError(f"lab/variants.py has no list {name!r}: name one of {', '.join(lists)}, or add "
                         "--variants=\"['', '--norm=layernorm']\"")
-    if not isinstance(texts, dict):
-        texts = {text.strip() or 'base': text for text in texts}
+    named = texts if isinstance(texts, dict) else {text.strip() or 'base': text for text in texts}
     if known and not any(map(is_config, args)):
         args = [*shlex.split(known['base']), *args]
     match = config['match'] or known.get('match', 'none')
     until = config['until']
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
-        variants = [make_variant(name, text, args, place) for name, text in texts.items()]
-        for variant in variants:
-            variant.sizes = variant.measured()
-            if match != 'none':
-                match_size(variant, variants[0].sizes[match], match)
+        variants = [make_variant(name, text, args, place) for name, text in named.items()]
+        if len({variant.folder(0) for variant in variants}) < len(texts):
+            raise UserError("two variants are equal: remove one")
+        if match != 'none':
+            target = variants[0].count(match)
+            for variant in variants[1:]:
+                match_size(variant, target, match)
         with lock_folder(RUNS):
             runs = run_all(variants, seeds, until, config['margin'])
-    rows = comparison(variants, runs, until, config['margin'])
+        rows = comparison(variants, runs, until, config['margin'])
     print_comparison(rows, until)
     failed = {name: of_variant[-1]['error'] for name, of_variant in runs.items() if of_variant[-1]['error']}
     return {'rows': rows, 'failed': failed}

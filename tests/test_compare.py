@@ -7,6 +7,8 @@ import runpy
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,14 +19,16 @@ from common import ROOT, TOY, log_rows, run
 from test_scripts import read_config
 
 import train as flat_train
+from configurator import UserError
 from lab import compare as flat_compare
 from lab.compare import Variant, lasting, make_variant, match_size, paired_difference, read_run, run_variant
 
 
 def toy_variant(name='x', *args, **settings):
     """A variant of this code."""
-    return Variant(name, ROOT, [*TOY, *args], {'time_limit': None, 'n_expert': None, **settings}, [],
-                   {'cache_bytes_per_token': 64})
+    variant = Variant(name, ROOT, [*TOY, *args], {'time_limit': None, 'n_expert': None, **settings}, [])
+    variant.sizes = {'cache_bytes_per_token': 64}
+    return variant
 
 
 # runs -------------------------------------------------------------------------------------------------------
@@ -63,9 +67,30 @@ def test_which_runs_have_ended(folder):
     flat_train.note(found['folder'], status='stopped')
     assert read_run(found['folder']) is None
     assert run_variant(variant, 1)['rows'].size == 1 and glob.glob('out-compare/*/ckpt.old-1.pt')
+    write_run('empty', {})  # max_iters=0
+    assert read_run('empty')['error'] == 'empty/log.csv is empty: raise --max_iters'
+    Path('empty/run.json').write_text('{')
+    with pytest.raises(UserError, match='cannot read empty/run.json'):
+        read_run('empty')
 
 
-def test_runs_are_named_by_code_and_arguments(folder):
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs PR_SET_PDEATHSIG')
+def test_a_killed_comparison_ends_its_run(folder):
+    """The run begins before the code, which lacks bench.py, counts parameters."""
+    code, _ = flat_compare.copy_code(ROOT, folder)
+    (code / 'bench.py').unlink()
+    first = subprocess.Popen([sys.executable, str(ROOT / 'lab/compare.py'), *TOY, '--max_iters=100000',
+                              f"--variants=['{code}:']"])
+    while not glob.glob('out-compare/*/ckpt.pt') and first.poll() is None:
+        time.sleep(0.1)
+    first.kill()
+    first.wait()
+    path, = glob.glob('out-compare/*/run.json')
+    while '"stopped"' not in Path(path).read_text():
+        time.sleep(0.1)
+
+
+def test_runs_are_named_by_code_and_arguments(folder, monkeypatch):
     """Texts, tests and other config files do not count. The data count."""
     repo = folder / 'repo'
 
@@ -79,7 +104,7 @@ def test_runs_are_named_by_code_and_arguments(folder):
         place.mkdir()
         flat_compare.copy_code.cache_clear()
         return make_variant('x', f'repo: {text}', ['--dataset=toy'], place).folder(1)
-    for name in ('train.py', 'model.py', 'config/default.py'):
+    for name in ('train.py', 'model.py', 'config/default.py', 'config/env.py'):
         write(name, 'init_from = "scratch"\ndataset = "toy"\nmax_iters = 1')
     first = run_of('')
     for name in ('test_model.py', 'tests/x.py', 'README.md', 'config/other.py'):
@@ -93,16 +118,25 @@ def test_runs_are_named_by_code_and_arguments(folder):
                        ('config/default.py', 'import mine'), ('config/further.py', 'a = 2')]:
         write(name, text)
         found.add(run_of(''))
+    write('zoo/defaults.json', '{}')
+    found.add(run_of(''))
+    write('config/env.py', 'import os\n_A = X = float(os.environ["X"])\ndef f(): pass')
+    for number in '1', '1', '2':  # values that come from elsewhere
+        monkeypatch.setenv('X', number)
+        found.add(run_of('config/env.py'))
     np.fromfile('data/toy/val.bin', '<u2')[::-1].tofile('data/toy/val.bin')  # of the same size
     found.add(run_of(''))
-    assert len(found) == 7 and first in found
+    assert len(found) == 10 and first in found
 
 
 @pytest.mark.parametrize('args, message', [
-    (["--variants=['', '--n_head=3']"], "variant '--n_head=3': .*n_head must divide"),
+    (["--variants=['', '--n_head=3']"], 'n_head must divide'), (["--variants=['', ' ']"], 'are equal'),
+    (["--variants=['', '--seed=1']"], '--seed=1 has no effect'),
+    (["--variants=['', '--out_dir=x']"], '--out_dir=x has no effect'),
+    (["--variants=['\"x']"], 'No closing quotation'),
     (["--variants=['']", '--dataset=nowhere'], 'data/nowhere is not prepared'),
     ([], 'add --variants'), (['norm'], "no list 'norm': name one of positions, norms"),
-    (["--variants=['nope:']"], 'nope/model.py')])
+    (["--variants=['HEAD~1:']"], r"worktree add --detach \.\./old HEAD~1` and use '\.\./old:'")])
 def test_mistakes_show_before_any_run(folder, args, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run('lab/compare.py', *TOY, *args)
@@ -119,9 +153,13 @@ def test_match_gives_equal_parameters(folder):
         _, model = read_config('--vocab_size=23', *variant.args)
         idle = sum(w.numel() for name, w in model.named_parameters() if 'experts.' in name) // 2
         return sum(w.numel() for w in model.state_dict().values()) - idle
-    other.sizes = {'active_params': 0}
     match_size(other, count(base), 'active_params')
     assert abs(count(other) / count(base) - 1) <= 0.01 and 'd_expert' in other.args[-1]
+    other.code = folder
+    for name in 'model.py', 'bench.py':
+        Path(name).write_text("print('{}')")
+    with pytest.raises(UserError, match="does not count params: its code is too old"):
+        match_size(other, 9, 'params')
 
 
 def test_every_list_of_variants_has_valid_settings():
@@ -169,7 +207,7 @@ def write_run(folder, losses):
     """Writes the files of a run that ended for a reason that lab/compare.py does not name, or diverged.
     losses: iteration -> val loss, or None."""
     os.makedirs(folder)
-    status, error = ('a new reason', None) if losses else ('diverged', 'it diverged')
+    status, error = ('diverged', 'it diverged') if losses is None else ('a new reason', None)
     flat_train.start_files(folder, 0, [], status=status, error=error, params=1234, data='x', peak_mb=None)
     for it, loss in (losses or {}).items():
         flat_train.log_row(os.path.join(folder, 'log.csv'), None, {
