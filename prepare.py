@@ -61,7 +61,7 @@ block_size = 256           # tokens per slot of conversations; must equal train.
 # number of files to download
 shards = 10                # [>= 1] [if source in SOURCES]
 procs: int | None = None   # processes that encode; None: one per core [>= 1]
-settings = configure(globals(), words=1, texts=True)
+settings = configure(globals(), words=sys.maxsize, texts=True)
 
 import numpy as np
 
@@ -164,17 +164,25 @@ def text_documents(path, errors):
 
 
 def json_records(path, errors):
-    """Reads a JSON value per line, or a single value on several lines. Of an array that is not a
-    conversation, yields the items. Yields a ValueError for a damaged line, except the first."""
+    """Reads JSON values, each on one line or several. If an array is not a conversation, yields its items.
+    Yields a ValueError for a damaged value, and continues on the next line."""
+    decode = json.JSONDecoder().raw_decode
     with open_text(path, errors) as f:
-        several = False
-        for line in filter(str.strip, f):
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                value = ValueError(f'not JSON: {e}') if several else json.loads(line + f.read())
-            several = True
-            yield from value if isinstance(value, list) and not is_conversation(value) else [value]
+        for line in f:
+            text = line.strip()
+            while text:
+                try:
+                    value, end = decode(text)
+                except (ValueError, RecursionError) as e:
+                    if getattr(e, 'pos', 0) == len(text) and (more := f.read(len(text)) + f.readline()):
+                        text = f'{text}\n{more}'.rstrip()
+                        continue
+                    if text.count('\n') > 9999:  # a long array
+                        raise
+                    value = ValueError(f'{text[:60]!r} is not JSON')
+                    end = re.match('.*', text).end()
+                text = text[end:].lstrip()
+                yield from value if isinstance(value, list) and not is_conversation(value) else [value]
 
 
 def csv_records(path, errors, **dialect):
@@ -182,11 +190,14 @@ def csv_records(path, errors, **dialect):
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
         rows = csv.DictReader(f, strict=True, **dialect)
-        for row in rows:
-            if None in row:
-                raise UserError(f'{path}, line {rows.line_num} has more cells than the first line: '
-                                'quote cells that contain the separator')
-            yield row
+        try:
+            for row in rows:
+                if None in row:
+                    raise UserError(f'{path}, line {rows.line_num} has more cells than the first line: '
+                                    'quote cells that contain the separator')
+                yield row
+        except csv.Error as e:
+            raise UserError(f'{path}, line {rows.line_num + 1}: {e}: correct the quotation marks') from e
 
 
 def parquet_records(path, errors):
@@ -258,9 +269,10 @@ def read_record(place, record, field='text', chats=None):
             return document
         raise UserError('texts and conversations must be prepared separately')
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
-        raise UserError(f'{place}: no text in field {field!r} and no messages in {record!r:.200} '
-                        f'({e!r:.200}): correct the record, choose another --field, or omit such records by '
-                        '--errors=ignore') from None
+        reason = e if e is record else (
+            f'no text in field {field!r} and no messages in {record!r:.200} ({e!r:.200})')
+        raise UserError(f'{place}: {reason}: correct the record, choose another --field, or omit such '
+                        'records by --errors=ignore') from None
 
 
 def is_conversation(value):
@@ -363,8 +375,9 @@ def fetch(url, folder):
     import requests
     os.makedirs(folder, exist_ok=True)
     print(f'downloading {url}')
+    wait = 1.5
     with open(f'{path}.part', 'ab') as f:
-        for wait in 3, 6, 12, 24, 48, None:
+        while True:
             begin = max(f.seek(0, 2) - 1, 0)  # servers reject an empty range
             try:
                 with requests.get(url, stream=True, timeout=60, headers={
@@ -374,8 +387,8 @@ def fetch(url, folder):
                     f.writelines(response.iter_content(1 << 16))
                 break
             except requests.RequestException as e:
-                status = getattr(e.response, 'status_code', 500)
-                if not wait or 429 != status < 500:
+                wait = 3 if f.seek(0, 2) > begin + 1 else wait * 2  # 3 after progress
+                if wait > 48 or 429 != getattr(e.response, 'status_code', 500) < 500:
                     raise OSError(f'cannot download {url} ({e}): go online, put the file into {folder}, or '
                                   'use your own text: python prepare.py my.txt') from e
                 print(f'{path}: trying again in {wait} s ({e})')
@@ -427,7 +440,7 @@ def find_source(source):
         found = [path]
     elif os.path.isdir(path):  # a glob would follow links, which may form loops
         if is_prepared(path) or checkpoint_in(path):
-            raise UserError(f'{path} has tokens or a checkpoint: give the files or folder of a text')
+            raise UserError(f'{path} contains tokens or a checkpoint: name a file or folder of text')
         found = [str(one) for one in Path(path).rglob('*')
                  if not any(part[0] == '.' for part in one.relative_to(path).parts)]
     else:
@@ -958,12 +971,14 @@ class Bins:
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary files
-    name, = settings.words or [source]
+    name, *more = settings.words or [source]
     use_parts(settings, globals())
     import prepare  # config files import this copy
     vars(prepare).update(settings.config)
     values = settings.config | {'source': name}
     check_values(settings, values, globals())
+    if more:
+        raise UserError(f'cannot use {more[-1]!r} too: put files into a folder, or quote a glob')
     source = find_source(name)
     check_effects(settings, values | {'conversations': source.chats, 'records': source.records}, globals())
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
@@ -995,8 +1010,9 @@ if __name__ == '__main__':
             if tok.path and (tok.path.endswith('.gguf') or os.path.exists(f'{tok.path}/config.json')):
                 options = f' --init_from={shlex.quote(tokenizer)}'
         if several and None is (tok.document_token if source.chats else tok.eot):
-            print(f'{tokenizer} has no special token that can separate '
-                  f'{"conversations" if source.chats else "documents"}, so they can see each other')
+            kind = 'conversation' if source.chats else 'document'
+            print(f'{tokenizer} has no special token that can separate {kind}s, so tokens of one {kind} can '
+                  f'attend to another {kind}')
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens, errors)
 

@@ -232,16 +232,17 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
             'latin.txt': 'latin.txt is not UTF-8 text: .*--errors=replace',
             'short.txt': 'train has no token to learn', '*.none': 'no such .*, smol_smoltalk',
             'chats.jsonl --field=respone': "record 1: no text in field 'respone' .*--field",
-            'cut.gz': 'cannot read cut.gz', 'quote.csv': 'cannot read quote.csv',
-            'cut.json': 'cannot read cut.json', 'p.jsonl.gz': 'is a pointer of git-lfs: run `git lfs pull`',
+            'cut.gz': 'cannot read cut.gz', 'quote.csv': 'quote.csv, line 2: .*quotation marks',
+            'cut.json': 'cut.json, record 1: .* is not JSON: correct .*--errors=ignore',
+            'p.jsonl.gz': 'is a pointer of git-lfs: run `git lfs pull`',
             'p.parquet': 'p.parquet is a pointer', 'b.txt': 'its name end in .parquet', 'u.txt': 'is UTF-16',
-            'cells.csv': 'cells.csv, line 3 has more cells', 'data/d': 'data/d has tokens or a checkpoint',
+            'cells.csv': 'cells.csv, line 3 has more cells', 'data/d': 'data/d contains tokens',
             'data/d/train.bin': 'is binary data', 'a.tgz --errors=replace': 'a.tgz is a tar',
             'a.zst': 'a.zst is compressed by zstd',
             'mix.jsonl': 'record 4: .*texts and conversations must be prepared separately',
             'chats.jsonl --tokenizer=byte --errors=ignore': "tokenizer 'byte' has no chat template",
             'good.txt --block_size=64': 'it needs conversations', 'good.txt --field=x': 'it needs records',
-            'chats.jsonl': 'run `python prepare.py` first',
+            'a b c d': "'d' too: .*quote a glob", 'chats.jsonl': 'run `python prepare.py` first',
             'fineweb_edu --tokenizer=byte': 'only tokens of gpt2'}.items():
         assert re.search(message, prep(f'{line} --out=d --overwrite=True')[1])
     assert 'data/d contains data of a source other than other.txt' in prep('other.txt --out=d')[1]
@@ -409,9 +410,9 @@ def odd(rng, depth=3):
     return {name: odd(rng, depth - 1) for name in rng.choices(NAMES, k=5)}
 
 
-@pytest.mark.parametrize('lines', [True, False])
-def test_any_json_value_is_read_or_left_out(lines, tmp_path, capsys):
-    """One per line or in an array. Well-formed conversations are found among wrong records."""
+@pytest.mark.parametrize('lines, indent', [(True, None), (True, 1), (False, 1)])
+def test_any_json_value_is_read_or_left_out(lines, indent, tmp_path, capsys):
+    """On one line or several, or in an array. Well-formed conversations are found among wrong records."""
     rng, values, wrong, tok = random.Random(0), [], [], make_tokenizer('bpe:300', training=['ab'])
     for value in (odd(rng) for _ in range(600)):
         try:
@@ -428,9 +429,9 @@ def test_any_json_value_is_read_or_left_out(lines, tmp_path, capsys):
         values += rng.sample(wrong, 2) + [rng.choice([
             turns, {'messages': turns}, {'conversations': json.dumps(turns)}, {'messages': [pair]},
             {'prompt': pair[0], 'output': pair[1]}, {'prompt': turns[:1], 'completion': turns[1:]}])]
-    texts = [*map(json.dumps, values)]
-    (tmp_path / 'a.json').write_text('\n'.join([*texts, '{"prompt": "', 'x', '{"prompt":']) if lines else
-                                     json.dumps(values, indent=1))
+    texts = [json.dumps(value, indent=indent) for value in values]
+    (tmp_path / 'a.json').write_text('\n'.join(['{"prompt": "', 'x', *texts, '{"prompt":']) if lines else
+                                     json.dumps(values, indent=indent))
     documents = [*prepare.file_documents([str(tmp_path / 'a.json')], errors='ignore', chats=True)]
     assert [[message['content'] for message in chat.messages] for chat in documents] == pairs
     assert f'left out {198 + 3 * lines} of {297 + 3 * lines} records: ' in capsys.readouterr().out
@@ -706,8 +707,8 @@ BODY = bytes(range(256)) * 1600
 
 
 @pytest.mark.parametrize('statuses, part, waits', [
-    ([206], BODY, []), ([206] * 4, b'', [3, 6, 12]), ([200, 200], BODY[:9], [3]),
-    ([503, 429, 206, 206], BODY[:9], [3, 6, 12]), ([503] * 6, b'half', [3, 6, 12, 24, 48]),
+    ([206], BODY, []), ([206] * 4, b'', [3, 3, 3]), ([200, 200], BODY[:9], [3]),
+    ([503, 429, 206, 206], BODY[:9], [3, 6, 3]), ([503] * 6, b'half', [3, 6, 12, 24, 48]),
     ([404], b'half', [])])
 def test_fetch_continues_a_file(statuses, part, waits, tmp_path, monkeypatch):
     """A local server sends BODY with these statuses. All bodies except the last are cut off."""
