@@ -704,9 +704,12 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         write_bins(temp, encoded, counts)
         meta = write_meta(temp, tok, label, eot, {**counts, 'packed': block_size, 'chats': bool(block_size)})
         folder.mkdir(exist_ok=True)
-        for path in itertools.chain(*(folder.glob(f'{split}.*.bin') for split in SPLITS)):
-            if column_of(path):  # of older tokens
-                path.unlink()
+        columns = {'.mask'}  # of older tokens
+        if (folder / 'meta.json').exists():
+            with contextlib.suppress(UserError):  # a damaged meta.json
+                columns |= read_meta(folder)['columns'].keys()
+        for split, name in itertools.product(SPLITS, columns):
+            (folder / f'{split}{name}.bin').unlink(missing_ok=True)
         for path in Path(temp).iterdir():  # running jobs keep the old files
             path.replace(folder / path.name)
     return meta
@@ -719,10 +722,12 @@ def write_bins(folder, encoded, counts):
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
         for split, columns, n_bytes in encoded:
+            dtypes = counts.setdefault('columns', {})
             for name, values in columns.items():
                 opened(f'{split}{name}.bin').write(values)
                 digest.update(values)
-            counts['columns'] = {name: values.dtype.name for name, values in columns.items() if name}
+                if name:
+                    dtypes[name] = values.dtype.name
             counts[f'{split}_tokens'] += len(columns[''])
             mask = columns.get('.mask')
             counts[f'{split}_learnt'] += len(columns['']) if mask is None else int(mask.sum())
@@ -797,8 +802,8 @@ def column_of(path):
 
 def read_meta(folder):
     """Reads meta.json or nanoGPT's meta.pkl, or assumes the encoding of llm.c's shards or else of GPT-2.
-    Returns a dict with FIELDS. Adds to the digest the names, sizes and times of .bin files that it does not
-    cover. Raises UserError for a value that does not fit FIELDS."""
+    Returns a dict with FIELDS. Adds to the digest the names, sizes and times of masks that it does not
+    cover, and of all .bin files if it is missing. Raises UserError for a value that does not fit FIELDS."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -823,15 +828,20 @@ def read_meta(folder):
             raise UserError(f'{path}: {name}={meta[name]!r:.80} is not possible: prepare the folder again '
                             'with --overwrite=True')
     others = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in bins
-              if not meta['digest'] or column_of(path) not in ('', *meta['columns'])]
+              if not meta['digest'] or column_of(path) in {'.mask'} - meta['columns'].keys()]
     if others:
         meta['digest'] = [*filter(None, [meta['digest']]), *others]
     return meta
 
 
+# fields of meta.json that do not identify the data: a name, and counts, which follow from the data
+LABELS = {'source', 'block_size', 'cut', 'opened', 'left_out',
+          *(f'{split}_{unit}' for split in SPLITS for unit in ('tokens', 'learnt', 'bytes'))}
+
+
 def identity(meta):
     """What identifies the data of a meta, or of an older one, which may lack fields."""
-    return {name: meta[name] for name in FIELDS if name in meta}
+    return {name: meta[name] for name in meta if name not in LABELS}
 
 
 def is_prepared(folder):
@@ -899,8 +909,9 @@ class Bins:
     SPLIT_WORD. The last word counts: train_2_val_000001.bin is for validation.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. x.<column>.bin has one entry per token of x.bin. In x.mask.bin it is 1 for tokens
-    that are learned. `columns` has the shards of each: '' is the tokens.
+    target at most once. x.<column>.bin has one entry per token of x.bin, if meta.json names the column. In
+    x.mask.bin, which needs no name, it is 1 for tokens that are learned. `columns` has the shards of each:
+    '' is the tokens.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
@@ -912,8 +923,9 @@ class Bins:
             raise FileNotFoundError(f'{folder} is not prepared (no {split}.bin): run `python prepare.py` for '
                                     'the default data, or `python prepare.py SOURCE`')
         self.meta = read_meta(folder)
-        types = {column_of(one): 'uint8' for one in bins for path in paths
-                 if one.stem.startswith(f'{path.stem}.')} | self.meta['columns'] | {'': self.meta['dtype']}
+        masked = any(path.with_suffix('.mask.bin').exists() for path in paths)
+        types = {'.mask': 'uint8'} if masked else {}
+        types |= self.meta['columns'] | {'': self.meta['dtype']}
         self.columns = {name: [read_shard(path.with_suffix(f'{name}.bin'), types[name]) for path in paths]
                         for name in types}
         self.shards = self.columns['']

@@ -355,10 +355,14 @@ def test_conversations_are_packed_in_order(prep):
         assert (ids[::meta['packed']] == meta['eot']).all() and len(ids) % meta['packed'] == 1
     assert meta['train_bytes'] + meta['val_bytes'] == sum(len(answer) for _, answer in pairs)
     write_jsonl('chats.jsonl', [{'text': 'a' * 99}])
-    Path('data/chats/val.weight.bin').write_bytes(b'old')
+    meta['columns'] |= {'.weight': 'int16'}
+    Path('data/chats/meta.json').write_text(json.dumps(meta))
+    for name in 'val.weight.bin', 'train.backup.bin':
+        Path('data/chats', name).write_bytes(b'old')
     prep('chats.jsonl --out=chats --overwrite=True')  # text: the columns are gone
     assert [*prepare.Bins('data/chats', 'train').columns] == ['']
-    assert {path.name for path in Path('data/chats').glob('*.bin')} == {'train.bin', 'val.bin'}
+    assert {path.name for path in Path('data/chats').glob('*.bin')} == {
+        'train.bin', 'val.bin', 'train.backup.bin'}
 
 
 QUESTION, ANSWER = {'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}
@@ -651,11 +655,14 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
         (tmp_path / f'train_{i}.bin').write_bytes(ids.tobytes() if i else shard_bytes(ids))
         if masked:
             mask.astype(np.uint8).tofile(tmp_path / f'train_{i}.mask.bin')
-            (mask + 7).astype(np.uint8).tofile(tmp_path / f'train_{i}.page.bin')
+            (mask - 7).astype(np.int16).tofile(tmp_path / f'train_{i}.page.bin')
+            (tmp_path / f'train_{i}.old.bin').write_text('a copy, not a column')
         learned = [int(token) if shown else -1 for token, shown in zip(ids, mask)]
         expected += [(ids[at:at + 10].tolist(), learned[at + 1:at + 11])
                      for at in range(0, n - 10, 10)]  # a sequence of 11 tokens ends before n
-        more += [(mask[at:at + 11] + 7).tolist() for at in range(0, n - 10, 10)]
+        more += [(mask[at:at + 11] - 7).tolist() for at in range(0, n - 10, 10)]
+    if masked:
+        (tmp_path / 'meta.json').write_text('{"vocab_size": 1000, "columns": {".page": "int16"}}')
     bins, order = prepare.Bins(tmp_path, 'train'), rng.permutation(len(expected))
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
@@ -663,7 +670,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
     assert bool(bins.masks) == bins.meta['chats'] == masked
     if masked:
         assert bins.read(order, 10)['.page'].tolist() == [more[i] for i in order]
-        np.zeros(8, np.uint8).tofile(tmp_path / 'train_1.page.bin')
+        np.zeros(8, np.int16).tofile(tmp_path / 'train_1.page.bin')
         with pytest.raises(ValueError, match=r'its column \.page have different sizes'):
             prepare.Bins(tmp_path, 'train')
         os.remove(tmp_path / 'train_0.mask.bin')
@@ -672,7 +679,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
 
 
 def test_any_change_of_a_file_changes_the_identity(tmp_path):
-    """Without a digest, or if the digest does not cover a column."""
+    """Without a digest, or if the digest does not cover a mask; also a fact that a fork adds."""
     folders = tmp_path / 'plain', tmp_path / 'prepared'
     os.mkdir(folders[0])
     np.arange(99, dtype=np.uint16).tofile(folders[0] / 'train.bin')
@@ -680,9 +687,11 @@ def test_any_change_of_a_file_changes_the_identity(tmp_path):
     for folder in folders:
         found = [prepare.identity(prepare.read_meta(folder))]
         for data in b'ab', b'abc':
-            (folder / 'train.page.bin').write_bytes(data)
+            (folder / 'train.mask.bin').write_bytes(data)
             found.append(prepare.identity(prepare.read_meta(folder)))
         assert found[0] != found[1] != found[2] and found[2] == prepare.identity(prepare.read_meta(folder))
+    meta = prepare.read_meta(folder)
+    assert prepare.identity(meta | {'fact': 1}) != found[2] == prepare.identity(meta | {'source': 'y'})
 
 
 @pytest.mark.parametrize('stored, packed, chats', [
