@@ -61,7 +61,7 @@ block_size = 256           # tokens per slot of conversations; must equal train.
 # number of files to download
 shards = 10                # [>= 1] [if source in SOURCES]
 procs: int | None = None   # processes that encode; None: one per core [>= 1]
-settings = configure(globals(), words=1, texts=True)
+settings = configure(globals(), words=sys.maxsize, texts=True)
 
 import numpy as np
 
@@ -164,17 +164,25 @@ def text_documents(path, errors):
 
 
 def json_records(path, errors):
-    """Reads a JSON value per line, or a single value on several lines. Of an array that is not a
-    conversation, yields the items. Yields a ValueError for a damaged line, except the first."""
+    """Reads JSON values, each on one line or several. If an array is not a conversation, yields its items.
+    Yields a ValueError for a damaged value, and continues on the next line."""
+    decode = json.JSONDecoder().raw_decode
     with open_text(path, errors) as f:
-        several = False
-        for line in filter(str.strip, f):
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                value = ValueError(f'not JSON: {e}') if several else json.loads(line + f.read())
-            several = True
-            yield from value if isinstance(value, list) and not is_conversation(value) else [value]
+        for line in f:
+            text = line.strip()
+            while text:
+                try:
+                    value, end = decode(text)
+                except (ValueError, RecursionError) as e:
+                    if getattr(e, 'pos', 0) == len(text) and (more := f.read(len(text)) + f.readline()):
+                        text = f'{text}\n{more}'.rstrip()
+                        continue
+                    if text.count('\n') > 9999:  # a long array
+                        raise
+                    value = ValueError(f'{text[:60]!r} is not JSON')
+                    end = re.match('.*', text).end()
+                text = text[end:].lstrip()
+                yield from value if isinstance(value, list) and not is_conversation(value) else [value]
 
 
 def csv_records(path, errors, **dialect):
@@ -182,11 +190,14 @@ def csv_records(path, errors, **dialect):
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
         rows = csv.DictReader(f, strict=True, **dialect)
-        for row in rows:
-            if None in row:
-                raise UserError(f'{path}, line {rows.line_num} has more cells than the first line: '
-                                'quote cells that contain the separator')
-            yield row
+        try:
+            for row in rows:
+                if None in row:
+                    raise UserError(f'{path}, line {rows.line_num} has more cells than the first line: '
+                                    'quote cells that contain the separator')
+                yield row
+        except csv.Error as e:
+            raise UserError(f'{path}, line {rows.line_num + 1}: {e}: correct the quotation marks') from e
 
 
 def parquet_records(path, errors):
@@ -258,9 +269,10 @@ def read_record(place, record, field='text', chats=None):
             return document
         raise UserError('texts and conversations must be prepared separately')
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
-        raise UserError(f'{place}: no text in field {field!r} and no messages in {record!r:.200} '
-                        f'({e!r:.200}): correct the record, choose another --field, or omit such records by '
-                        '--errors=ignore') from None
+        reason = e if e is record else (
+            f'no text in field {field!r} and no messages in {record!r:.200} ({e!r:.200})')
+        raise UserError(f'{place}: {reason}: correct the record, choose another --field, or omit such '
+                        'records by --errors=ignore') from None
 
 
 def is_conversation(value):
@@ -363,8 +375,9 @@ def fetch(url, folder):
     import requests
     os.makedirs(folder, exist_ok=True)
     print(f'downloading {url}')
+    wait = 1.5
     with open(f'{path}.part', 'ab') as f:
-        for wait in 3, 6, 12, 24, 48, None:
+        while True:
             begin = max(f.seek(0, 2) - 1, 0)  # servers reject an empty range
             try:
                 with requests.get(url, stream=True, timeout=60, headers={
@@ -374,8 +387,8 @@ def fetch(url, folder):
                     f.writelines(response.iter_content(1 << 16))
                 break
             except requests.RequestException as e:
-                status = getattr(e.response, 'status_code', 500)
-                if not wait or 429 != status < 500:
+                wait = 3 if f.seek(0, 2) > begin + 1 else wait * 2  # 3 after progress
+                if wait > 48 or 429 != getattr(e.response, 'status_code', 500) < 500:
                     raise OSError(f'cannot download {url} ({e}): go online, put the file into {folder}, or '
                                   'use your own text: python prepare.py my.txt') from e
                 print(f'{path}: trying again in {wait} s ({e})')
@@ -427,7 +440,7 @@ def find_source(source):
         found = [path]
     elif os.path.isdir(path):  # a glob would follow links, which may form loops
         if is_prepared(path) or checkpoint_in(path):
-            raise UserError(f'{path} has tokens or a checkpoint: give the files or folder of a text')
+            raise UserError(f'{path} contains tokens or a checkpoint: name a file or folder of text')
         found = [str(one) for one in Path(path).rglob('*')
                  if not any(part[0] == '.' for part in one.relative_to(path).parts)]
     else:
@@ -691,9 +704,12 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         write_bins(temp, encoded, counts)
         meta = write_meta(temp, tok, label, eot, {**counts, 'packed': block_size, 'chats': bool(block_size)})
         folder.mkdir(exist_ok=True)
-        for path in itertools.chain(*(folder.glob(f'{split}.*.bin') for split in SPLITS)):
-            if column_of(path):  # of older tokens
-                path.unlink()
+        columns = {'.mask'}  # of older tokens
+        if (folder / 'meta.json').exists():
+            with contextlib.suppress(UserError):  # a damaged meta.json
+                columns |= read_meta(folder)['columns'].keys()
+        for split, name in itertools.product(SPLITS, columns):
+            (folder / f'{split}{name}.bin').unlink(missing_ok=True)
         for path in Path(temp).iterdir():  # running jobs keep the old files
             path.replace(folder / path.name)
     return meta
@@ -706,10 +722,12 @@ def write_bins(folder, encoded, counts):
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
         for split, columns, n_bytes in encoded:
+            dtypes = counts.setdefault('columns', {})
             for name, values in columns.items():
                 opened(f'{split}{name}.bin').write(values)
                 digest.update(values)
-            counts['columns'] = {name: values.dtype.name for name, values in columns.items() if name}
+                if name:
+                    dtypes[name] = values.dtype.name
             counts[f'{split}_tokens'] += len(columns[''])
             mask = columns.get('.mask')
             counts[f'{split}_learnt'] += len(columns['']) if mask is None else int(mask.sum())
@@ -784,8 +802,8 @@ def column_of(path):
 
 def read_meta(folder):
     """Reads meta.json or nanoGPT's meta.pkl, or assumes the encoding of llm.c's shards or else of GPT-2.
-    Returns a dict with FIELDS. Adds to the digest the names, sizes and times of .bin files that it does not
-    cover. Raises UserError for a value that does not fit FIELDS."""
+    Returns a dict with FIELDS. Adds to the digest the names, sizes and times of masks that it does not
+    cover, and of all .bin files if it is missing. Raises UserError for a value that does not fit FIELDS."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -810,15 +828,20 @@ def read_meta(folder):
             raise UserError(f'{path}: {name}={meta[name]!r:.80} is not possible: prepare the folder again '
                             'with --overwrite=True')
     others = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in bins
-              if not meta['digest'] or column_of(path) not in ('', *meta['columns'])]
+              if not meta['digest'] or column_of(path) in {'.mask'} - meta['columns'].keys()]
     if others:
         meta['digest'] = [*filter(None, [meta['digest']]), *others]
     return meta
 
 
+# fields of meta.json that do not identify the data: a name, and counts, which follow from the data
+LABELS = {'source', 'block_size', 'cut', 'opened', 'left_out',
+          *(f'{split}_{unit}' for split in SPLITS for unit in ('tokens', 'learnt', 'bytes'))}
+
+
 def identity(meta):
     """What identifies the data of a meta, or of an older one, which may lack fields."""
-    return {name: meta[name] for name in FIELDS if name in meta}
+    return {name: meta[name] for name in meta if name not in LABELS}
 
 
 def is_prepared(folder):
@@ -886,8 +909,9 @@ class Bins:
     SPLIT_WORD. The last word counts: train_2_val_000001.bin is for validation.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. x.<column>.bin has one entry per token of x.bin. In x.mask.bin it is 1 for tokens
-    that are learned. `columns` has the shards of each: '' is the tokens.
+    target at most once. x.<column>.bin has one entry per token of x.bin, if meta.json names the column. In
+    x.mask.bin, which needs no name, it is 1 for tokens that are learned. `columns` has the shards of each:
+    '' is the tokens.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
@@ -899,8 +923,9 @@ class Bins:
             raise FileNotFoundError(f'{folder} is not prepared (no {split}.bin): run `python prepare.py` for '
                                     'the default data, or `python prepare.py SOURCE`')
         self.meta = read_meta(folder)
-        types = {column_of(one): 'uint8' for one in bins for path in paths
-                 if one.stem.startswith(f'{path.stem}.')} | self.meta['columns'] | {'': self.meta['dtype']}
+        masked = any(path.with_suffix('.mask.bin').exists() for path in paths)
+        types = {'.mask': 'uint8'} if masked else {}
+        types |= self.meta['columns'] | {'': self.meta['dtype']}
         self.columns = {name: [read_shard(path.with_suffix(f'{name}.bin'), types[name]) for path in paths]
                         for name in types}
         self.shards = self.columns['']
@@ -958,12 +983,14 @@ class Bins:
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary files
-    name, = settings.words or [source]
+    name, *more = settings.words or [source]
     use_parts(settings, globals())
     import prepare  # config files import this copy
     vars(prepare).update(settings.config)
     values = settings.config | {'source': name}
     check_values(settings, values, globals())
+    if more:
+        raise UserError(f'cannot use {more[-1]!r} too: put files into a folder, or quote a glob')
     source = find_source(name)
     check_effects(settings, values | {'conversations': source.chats, 'records': source.records}, globals())
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
@@ -995,8 +1022,9 @@ if __name__ == '__main__':
             if tok.path and (tok.path.endswith('.gguf') or os.path.exists(f'{tok.path}/config.json')):
                 options = f' --init_from={shlex.quote(tokenizer)}'
         if several and None is (tok.document_token if source.chats else tok.eot):
-            print(f'{tokenizer} has no special token that can separate '
-                  f'{"conversations" if source.chats else "documents"}, so they can see each other')
+            kind = 'conversation' if source.chats else 'document'
+            print(f'{tokenizer} has no special token that can separate {kind}s, so tokens of one {kind} can '
+                  f'attend to another {kind}')
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens, errors)
 

@@ -21,6 +21,7 @@ from configurator import UserError
 
 EOT = '<|endoftext|>'  # the end-of-text token
 CHUNK = 1 << 16        # characters per piece
+SPACES = 900_000       # white-space characters in a row that tiktoken can encode
 GROUP = 32             # items that a worker receives at a time
 
 # Long texts are cut between a letter or digit ([^\W_]) and a space, line end or CJK punctuation
@@ -264,6 +265,7 @@ class ByteTokenizer(Tokenizer):
     def encode_array(self, text):
         return np.frombuffer(text.encode(), np.uint8)
 
+
 class CharTokenizer(Tokenizer):
     """One id per character; chars[id] is the character."""
     kind = 'char'
@@ -286,6 +288,7 @@ class CharTokenizer(Tokenizer):
             raise UserError(f'the vocabulary of characters lacks {sorted(lacking)[:9]}: leave them out, or '
                             'prepare text that has them')
         return np.array([self.ids[char] for char in text], np.uint32)
+
 
 class TiktokenTokenizer(Tokenizer):
     """Byte-level BPE by tiktoken. ranks: lines of a base64 token and its rank."""
@@ -318,7 +321,11 @@ class TiktokenTokenizer(Tokenizer):
         return cls(name, bpe._pat_str, dict(bpe._special_tokens), rank_table(bpe._mergeable_ranks))
 
     def encode_array(self, text):
+        if len(text) > SPACES and re.search(rf'(?<!\s)\s{{{SPACES}}}', text):
+            raise UserError(f'more than {SPACES:,} white-space characters in a row overflow the stack of '
+                            'tiktoken: shorten them')
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
+
 
 def rank_table(ranks):
     """{token: rank} -> lines as in TiktokenTokenizer."""

@@ -232,16 +232,17 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
             'latin.txt': 'latin.txt is not UTF-8 text: .*--errors=replace',
             'short.txt': 'train has no token to learn', '*.none': 'no such .*, smol_smoltalk',
             'chats.jsonl --field=respone': "record 1: no text in field 'respone' .*--field",
-            'cut.gz': 'cannot read cut.gz', 'quote.csv': 'cannot read quote.csv',
-            'cut.json': 'cannot read cut.json', 'p.jsonl.gz': 'is a pointer of git-lfs: run `git lfs pull`',
+            'cut.gz': 'cannot read cut.gz', 'quote.csv': 'quote.csv, line 2: .*quotation marks',
+            'cut.json': 'cut.json, record 1: .* is not JSON: correct .*--errors=ignore',
+            'p.jsonl.gz': 'is a pointer of git-lfs: run `git lfs pull`',
             'p.parquet': 'p.parquet is a pointer', 'b.txt': 'its name end in .parquet', 'u.txt': 'is UTF-16',
-            'cells.csv': 'cells.csv, line 3 has more cells', 'data/d': 'data/d has tokens or a checkpoint',
+            'cells.csv': 'cells.csv, line 3 has more cells', 'data/d': 'data/d contains tokens',
             'data/d/train.bin': 'is binary data', 'a.tgz --errors=replace': 'a.tgz is a tar',
             'a.zst': 'a.zst is compressed by zstd',
             'mix.jsonl': 'record 4: .*texts and conversations must be prepared separately',
             'chats.jsonl --tokenizer=byte --errors=ignore': "tokenizer 'byte' has no chat template",
             'good.txt --block_size=64': 'it needs conversations', 'good.txt --field=x': 'it needs records',
-            'chats.jsonl': 'run `python prepare.py` first',
+            'a b c d': "'d' too: .*quote a glob", 'chats.jsonl': 'run `python prepare.py` first',
             'fineweb_edu --tokenizer=byte': 'only tokens of gpt2'}.items():
         assert re.search(message, prep(f'{line} --out=d --overwrite=True')[1])
     assert 'data/d contains data of a source other than other.txt' in prep('other.txt --out=d')[1]
@@ -354,10 +355,14 @@ def test_conversations_are_packed_in_order(prep):
         assert (ids[::meta['packed']] == meta['eot']).all() and len(ids) % meta['packed'] == 1
     assert meta['train_bytes'] + meta['val_bytes'] == sum(len(answer) for _, answer in pairs)
     write_jsonl('chats.jsonl', [{'text': 'a' * 99}])
-    Path('data/chats/val.weight.bin').write_bytes(b'old')
+    meta['columns'] |= {'.weight': 'int16'}
+    Path('data/chats/meta.json').write_text(json.dumps(meta))
+    for name in 'val.weight.bin', 'train.backup.bin':
+        Path('data/chats', name).write_bytes(b'old')
     prep('chats.jsonl --out=chats --overwrite=True')  # text: the columns are gone
     assert [*prepare.Bins('data/chats', 'train').columns] == ['']
-    assert {path.name for path in Path('data/chats').glob('*.bin')} == {'train.bin', 'val.bin'}
+    assert {path.name for path in Path('data/chats').glob('*.bin')} == {
+        'train.bin', 'val.bin', 'train.backup.bin'}
 
 
 QUESTION, ANSWER = {'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}
@@ -409,9 +414,9 @@ def odd(rng, depth=3):
     return {name: odd(rng, depth - 1) for name in rng.choices(NAMES, k=5)}
 
 
-@pytest.mark.parametrize('lines', [True, False])
-def test_any_json_value_is_read_or_left_out(lines, tmp_path, capsys):
-    """One per line or in an array. Well-formed conversations are found among wrong records."""
+@pytest.mark.parametrize('lines, indent', [(True, None), (True, 1), (False, 1)])
+def test_any_json_value_is_read_or_left_out(lines, indent, tmp_path, capsys):
+    """On one line or several, or in an array. Well-formed conversations are found among wrong records."""
     rng, values, wrong, tok = random.Random(0), [], [], make_tokenizer('bpe:300', training=['ab'])
     for value in (odd(rng) for _ in range(600)):
         try:
@@ -428,9 +433,9 @@ def test_any_json_value_is_read_or_left_out(lines, tmp_path, capsys):
         values += rng.sample(wrong, 2) + [rng.choice([
             turns, {'messages': turns}, {'conversations': json.dumps(turns)}, {'messages': [pair]},
             {'prompt': pair[0], 'output': pair[1]}, {'prompt': turns[:1], 'completion': turns[1:]}])]
-    texts = [*map(json.dumps, values)]
-    (tmp_path / 'a.json').write_text('\n'.join([*texts, '{"prompt": "', 'x', '{"prompt":']) if lines else
-                                     json.dumps(values, indent=1))
+    texts = [json.dumps(value, indent=indent) for value in values]
+    (tmp_path / 'a.json').write_text('\n'.join(['{"prompt": "', 'x', *texts, '{"prompt":']) if lines else
+                                     json.dumps(values, indent=indent))
     documents = [*prepare.file_documents([str(tmp_path / 'a.json')], errors='ignore', chats=True)]
     assert [[message['content'] for message in chat.messages] for chat in documents] == pairs
     assert f'left out {198 + 3 * lines} of {297 + 3 * lines} records: ' in capsys.readouterr().out
@@ -650,11 +655,14 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
         (tmp_path / f'train_{i}.bin').write_bytes(ids.tobytes() if i else shard_bytes(ids))
         if masked:
             mask.astype(np.uint8).tofile(tmp_path / f'train_{i}.mask.bin')
-            (mask + 7).astype(np.uint8).tofile(tmp_path / f'train_{i}.page.bin')
+            (mask - 7).astype(np.int16).tofile(tmp_path / f'train_{i}.page.bin')
+            (tmp_path / f'train_{i}.old.bin').write_text('a copy, not a column')
         learned = [int(token) if shown else -1 for token, shown in zip(ids, mask)]
         expected += [(ids[at:at + 10].tolist(), learned[at + 1:at + 11])
                      for at in range(0, n - 10, 10)]  # a sequence of 11 tokens ends before n
-        more += [(mask[at:at + 11] + 7).tolist() for at in range(0, n - 10, 10)]
+        more += [(mask[at:at + 11] - 7).tolist() for at in range(0, n - 10, 10)]
+    if masked:
+        (tmp_path / 'meta.json').write_text('{"vocab_size": 1000, "columns": {".page": "int16"}}')
     bins, order = prepare.Bins(tmp_path, 'train'), rng.permutation(len(expected))
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
@@ -662,7 +670,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
     assert bool(bins.masks) == bins.meta['chats'] == masked
     if masked:
         assert bins.read(order, 10)['.page'].tolist() == [more[i] for i in order]
-        np.zeros(8, np.uint8).tofile(tmp_path / 'train_1.page.bin')
+        np.zeros(8, np.int16).tofile(tmp_path / 'train_1.page.bin')
         with pytest.raises(ValueError, match=r'its column \.page have different sizes'):
             prepare.Bins(tmp_path, 'train')
         os.remove(tmp_path / 'train_0.mask.bin')
@@ -671,7 +679,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
 
 
 def test_any_change_of_a_file_changes_the_identity(tmp_path):
-    """Without a digest, or if the digest does not cover a column."""
+    """Without a digest, or if the digest does not cover a mask; also a fact that a fork adds."""
     folders = tmp_path / 'plain', tmp_path / 'prepared'
     os.mkdir(folders[0])
     np.arange(99, dtype=np.uint16).tofile(folders[0] / 'train.bin')
@@ -679,9 +687,11 @@ def test_any_change_of_a_file_changes_the_identity(tmp_path):
     for folder in folders:
         found = [prepare.identity(prepare.read_meta(folder))]
         for data in b'ab', b'abc':
-            (folder / 'train.page.bin').write_bytes(data)
+            (folder / 'train.mask.bin').write_bytes(data)
             found.append(prepare.identity(prepare.read_meta(folder)))
         assert found[0] != found[1] != found[2] and found[2] == prepare.identity(prepare.read_meta(folder))
+    meta = prepare.read_meta(folder)
+    assert prepare.identity(meta | {'fact': 1}) != found[2] == prepare.identity(meta | {'source': 'y'})
 
 
 @pytest.mark.parametrize('stored, packed, chats', [
@@ -706,8 +716,8 @@ BODY = bytes(range(256)) * 1600
 
 
 @pytest.mark.parametrize('statuses, part, waits', [
-    ([206], BODY, []), ([206] * 4, b'', [3, 6, 12]), ([200, 200], BODY[:9], [3]),
-    ([503, 429, 206, 206], BODY[:9], [3, 6, 12]), ([503] * 6, b'half', [3, 6, 12, 24, 48]),
+    ([206], BODY, []), ([206] * 4, b'', [3, 3, 3]), ([200, 200], BODY[:9], [3]),
+    ([503, 429, 206, 206], BODY[:9], [3, 6, 3]), ([503] * 6, b'half', [3, 6, 12, 24, 48]),
     ([404], b'half', [])])
 def test_fetch_continues_a_file(statuses, part, waits, tmp_path, monkeypatch):
     """A local server sends BODY with these statuses. All bodies except the last are cut off."""

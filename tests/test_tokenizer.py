@@ -62,6 +62,9 @@ def test_odd_text_and_ids():
         char.chat(CHATS[0])
     tok = TiktokenTokenizer('x', tok.pattern, {'<|e|>': 265, '<|e|>!': 266}, tok.ranks)
     assert tok.encode('<|e|>!') == [266]  # the longest
+    assert tok.decode(tok.encode_array('a' + ' ' * 899_999)) == 'a' + ' ' * 899_999
+    with pytest.raises(ValueError, match='900,000 white-space characters in a row'):
+        tok.encode_array('a' + ' ' * 900_001)
     with pytest.raises(ValueError, match="tokenizer='gpt5' is not supported: choose byte"):
         make_tokenizer('gpt5')
 

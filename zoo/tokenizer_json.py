@@ -69,6 +69,7 @@ class JsonTokenizer(Tokenizer):
         return (not any(CUT.search(token.decode(errors='ignore')) for token in self.tokens.values())
                 and self.encode_chat(''.join(parts)) == [i for part in parts for i in self.encode_chat(part)])
 
+
 def library_tokenizer(source):
     """The text of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError unless it is BPE or Unigram."""
     import tokenizers
@@ -163,8 +164,8 @@ def byte_chars():
 
 def to_json(tok):
     """The text of a tokenizer.json for any tokenizer. Our tables have no list of merges, so each pair of
-    tokens that forms a token becomes a merge with that token's rank. Raises UserError if the result encodes
-    another way."""
+    tokens that forms a token becomes a merge with that token's rank. Raises UserError if the
+    tokenizer.json encodes a text differently."""
     if tok.source:
         return tok.source
     special = {*tok.special.values()}
