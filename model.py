@@ -344,6 +344,7 @@ class Mixer(nn.Module):
     def flops(self, length):
         raise NotImplementedError(f"{type(self).__name__} has no flops: see ForwardContext")
 
+
 class BaseAttention(Mixer):
     """A subclass sets scale and head_widths, the widths of a head's key and value."""
 
