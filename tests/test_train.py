@@ -725,7 +725,7 @@ exec(code, {{'__name__': '__main__', '__file__': path}})
 
 
 def test_sharded_ranks_draw_the_same_tokens(folder):
-    """The logits of rank 1 alone favour the end of text."""
+    """The logits of rank 1 alone favour the end of text. A column of the log may be a sharded tensor."""
     meta = json.loads(Path('data/toy/meta.json').read_text('utf-8'))
     meta['tokenizer'] |= {'chars': meta['tokenizer']['chars'][:22], 'eot': 22}
     Path('data/toy/meta.json').write_text(json.dumps(meta), 'utf-8')
@@ -738,10 +738,16 @@ def ends(self, x):
         logits[..., 22] = 100
     return logits
 GPT.head = ends
+LOG_FIELDS = {'norm': '.6f'}
+def patch(script):
+    usual = script.measure
+    script.measure = lambda run, *args: usual(run, *args) | {'norm': run.model.wte.weight.detach().norm()}
 ''')
     printed = torchrun(2, str(ROOT / 'train.py'), *GPT2, 'ends.py', '--max_iters=1', '--shard=True',
                        '--gradient_accumulation_steps=2', '--sample_tokens=7')
     assert len(re.search(r'- sample:\n(.*)\n-', printed)[1]) > 2
+    norm = saved('out')['model']['wte.weight'].norm().item()
+    assert float(log_rows('out')[0]['norm']) == pytest.approx(norm)
 
 
 def test_a_published_context_is_cut_to_the_data(folder):
