@@ -231,13 +231,6 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     return model, tokenizer, checkpoint | {'model_args': dataclasses.asdict(model.config)}
 
 
-def checksum(path, model):
-    """Sums the weight bits of a checkpoint, or of a published model that was loaded in float32."""
-    weights = read_checkpoint(path)['model'] if not is_published(path) else {
-        name: w for name, w in model.state_dict().items() if name != 'wpe.weight'}  # block_size crops wpe
-    return sum(w.float().view(torch.int32).sum().item() for w in weights.values())
-
-
 # one token --------------------------------------------------------------------------------------------------
 
 def uniforms(seed, sample, position, count):

@@ -79,7 +79,6 @@ def merge_lora(model):
 def start_lora(model, config, loaded):
     """Adds adapters to a model. config: train.py's settings; loaded: sample.load's third result, or {}.
     Returns a checkpoint's 'lora'. Raises UserError if the base model is missing or in out_dir."""
-    from sample import checksum
     if not loaded:
         raise UserError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
     path = loaded['path']
@@ -97,11 +96,19 @@ def start_lora(model, config, loaded):
     return lora | facts
 
 
+def checksum(path, model):
+    """Sums the weight bits of a checkpoint, or of a published model that was loaded in float32."""
+    from sample import is_published, read_checkpoint
+    weights = read_checkpoint(path)['model'] if not is_published(path) else {
+        name: w for name, w in model.state_dict().items() if name != 'wpe.weight'}  # block_size crops wpe
+    return sum(w.float().view(torch.int32).sum().item() for w in weights.values())
+
+
 def adapted_model(checkpoint, state, merge, changes):
     """Loads the base model of a checkpoint, and adds its adapters, `state`. merge: call merge_lora. The base
     is at its old path, at the same path relative to the adapters, at `base` in their folder, or on the hub.
     Raises FileNotFoundError, or UserError if the base has other weights."""
-    from sample import CHANGEABLE, checksum, is_published, load
+    from sample import CHANGEABLE, is_published, load
     lora = checkpoint['lora']
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
     folder = Path(checkpoint['path']).parent
