@@ -30,6 +30,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # I. the decoder =============================================================================================
 
@@ -827,10 +828,7 @@ class Cache:
 
     def select(self, rows):
         """Keeps, reorders or copies rows. rows: row numbers, a list or (B',)."""
-        self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
-                                   for layers in (self.slots, self.states))
-        self.length = self.length[rows]
-        self.starts = self.starts[rows]
+        vars(self).update(tree_map_only(torch.Tensor, lambda tensor: tensor[rows], vars(self)))
         self._recount()
 
     def like(self, batch_size):
@@ -853,7 +851,7 @@ class Cache:
 
     def tensors(self):
         """All tensors that a step changes"""
-        return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
+        return [tensor for tensor in tree_leaves(vars(self)) if torch.is_tensor(tensor)]
 
 
 def last_tokens(x, keep, lengths):

@@ -335,6 +335,12 @@ def test_sizes_and_limits_of_caches(options, elements):
         cache.rewind(torch.tensor([0, 1]))
     with pytest.raises(ValueError, match='cache is full'):
         model(idx[:, :1], cache=cache)
+    cache.scales = [torch.tensor([3, 4])]  # of a fork
+    other = cache.like(1)
+    other.scales[0][:] = 5
+    cache.put([0], other)
+    cache.select([1, 0, 1])
+    assert cache.scales[0].tolist() == [4, 5, 4] and len(cache.tensors()) == len(other.tensors())
 
 
 @pytest.mark.parametrize('options', [dict(window=4, window_pattern='SL'), dict(window=3, window_pattern='S')])
