@@ -170,19 +170,29 @@ def test_cached_equals_uncached(options, monkeypatch):
     dict(n_expert=4, n_shared_expert=1, expert_norms=True, mlp='xielu', norm_placement='sandwich'),
     dict(norm='layernorm', bias=True, pos='learned', tie_word_embeddings=False, head_bias=True),
     dict(n_expert=4, router='sigmoid', expert_input_scale=True),
+    dict(qk_norm='whole', clip_qkv=1.0, mlp='swiglu_oai', v_norm=True),
     dict(mixer_pattern='DABKC', n_layer=5, **STATES)], ids=grid_name)
 def test_gradients_equal_differences(options):
     check.check_gradients(small(**options))
 
 
-def test_ntk_changes_only_lower_frequencies():
-    """Of base 16; transformers computes the other scalings, with which tests/test_hub.py compares."""
-    found, factor = flat.ROPE_SCALINGS['ntk'](0.5 ** torch.arange(4), 16.0, 15, factor=8.0)
-    near(found, torch.tensor([1, 0.25, 0.0625, 0.015625]))
-    assert factor == 1
+@pytest.mark.parametrize('name, length, options, freq, factor', [
+    ('ntk', 15, {}, [1, 0.25, 0.0625, 0.015625], 1),
+    ('dynamic', 7, dict(original_max_position_embeddings=8), [1, 0.5, 0.25, 0.125], 1),
+    ('yarn', 15, dict(original_max_position_embeddings=500, attention_factor=1.5),
+     [1, 0.5, 41 / 192, 17 / 192], 1.5),
+    ('llama3', 15, dict(original_max_position_embeddings=16 * math.pi, low_freq_factor=1, high_freq_factor=4),
+     [1, 0.5, 5 / 48, 0.015625], 1),
+    ('proportional', 15, dict(partial_rotary_factor=0.6), [0.125, 0.0625, 0, 0], 1)], ids=str)
+def test_scalings_equal_worked_examples(name, length, options, freq, factor):
+    """By 8, of base 16. transformers, with which tests/test_hub.py compares, does not reach these cases."""
+    found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
+    torch.testing.assert_close(found, (torch.tensor(freq, dtype=torch.float), float(factor)))
 
 
-@pytest.mark.parametrize('options', [dict(attn_gate=True), dict(mixer_pattern='DA'), MLA], ids=grid_name)
+@pytest.mark.parametrize('options', [
+    dict(attn_gate=True), dict(mixer_pattern='DA'), MLA,
+    dict(norm_placement='output', norm='layernorm', bias=True)], ids=grid_name)
 def test_dropout_is_on_embedding_attention_and_branches(options, monkeypatch):
     """Without the last two, only the embedding is left."""
     model = tiny(dropout=0.25, **options).train()
@@ -462,6 +472,15 @@ def test_flops_are_those_that_torch_counts(options):
     assert 3 * counter.get_total_flops() == flops_per_token(model) * 48
 
 
+@pytest.mark.parametrize('options, flops', [
+    (dict(mixer_pattern='D', **STATES), 3 * 2 * 8 * 8 + 48 * 4), (dict(mixer_pattern='C'), 32 * 4),
+    (dict(mixer_pattern='B', **STATES), 2 * 2 * 8 * 8 + 48 * 4),
+    (dict(window=5, window_pattern='S'), 4 * (8 + 8) * 5)], ids=str)
+def test_flops_of_states_convolutions_and_windows(options, flops):
+    """Of two layers: a state is corrected (not B's), written and read."""
+    assert flat.mixing_flops(tiny(**options), 24) == 2 * 6 * flops
+
+
 ONES = dict(init=torch.nn.init.ones_)
 
 
@@ -527,19 +546,31 @@ def test_bfloat16_is_near_float32():
 
 
 @torch.no_grad()
+def test_the_scale_of_embeddings_is_rounded_as_in_gemma():
+    """The square root of 40 is 0.2% more than its nearest bfloat16."""
+    model = tiny(n_embd=40, embed_scale=40 ** 0.5).bfloat16()
+    idx = tokens(model, 2, 24)
+    expected = model.wte(idx) * torch.tensor(40 ** 0.5).bfloat16()
+    assert torch.equal(model.embed(make_context(model, idx)), expected)
+
+
+@torch.no_grad()
 def test_norms_routers_and_states_are_float32():
     """Norms round their float64 result once."""
     model = tiny(n_expert=4, mlp_bias=True, mixer_pattern='DKB', n_layer=3, **STATES).bfloat16()
     x = torch.randn(9, 32).bfloat16()
     exact = F.rms_norm(x.double(), (32,), model.ln_f.weight.double(), 1e-3)
     torch.testing.assert_close(model.ln_f(x).double(), exact, rtol=2**-8, atol=0)
-    moe = model.h[0].mlp
+    moe, results = model.h[0].mlp, []
+    for mixer in model.mixers:
+        mixer.rule = lambda *args, rule=mixer.rule: results.append(rule(*args)) or results[-1]
     with torch.autocast('cpu', torch.bfloat16):
         _, _, logits, _ = moe.route(x)
         cache = model.make_cache(2, 24)
         feed(model, tokens(model, 2, 24), [9, 1, 14], cache)
     near(logits, F.linear(x.double(), moe.router.weight.double(), moe.router.bias.double()), 1e-5)
-    assert {layer[1].dtype for layer in cache.states} == {torch.float32}
+    assert {x.dtype for x in itertools.chain(*results)} == {layer[1].dtype for layer in cache.states} == {
+        torch.float32}
 
 
 def test_a_loss_in_parts_is_the_loss(monkeypatch):
@@ -548,7 +579,11 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch):
     targets = torch.randint(-1, 61, (2, 8))
     losses = [formulas.cross_entropy(logits, targets)]
     monkeypatch.setattr(flat, 'MOST_LOGITS', 200)
+    kernel, sizes = F.cross_entropy, []
+    monkeypatch.setattr(F, 'cross_entropy', lambda x, *args, **options: sizes.append(x.numel()) or kernel(
+        x, *args, **options))
     losses.append(flat.cross_entropy(logits, targets))
+    assert len(sizes) > 1 and max(sizes) <= 200
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in losses))
     assert flat.cross_entropy(logits, torch.full((2, 8), -100)) == 0  # no targets: not NaN

@@ -128,6 +128,7 @@ def test_keys_mean_what_they_mean_to_llama_cpp(monkeypatch):
                                                 'attention.sliding_window': 8, 'attention.key_length': 16})
     assert (gemma.rope_base, gemma.local['rope_base'], gemma.window) == (1e6, 2e4, 8)
     assert config_of(monkeypatch, 'gemma3', **{'attention.key_length': 16}).window is None
+    assert config_of(monkeypatch, 'gemma2', **{'attention.key_length': 16}).window == 4096
 
 
 def test_files_in_parts(tmp_path):

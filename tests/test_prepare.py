@@ -678,6 +678,17 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
             prepare.Bins(tmp_path, 'train')
 
 
+def test_a_digest_covers_every_column_and_masked_targets_have_no_bytes(tmp_path):
+    digests = set()
+    for mask in b'\0\1', b'\1\0':
+        columns = {'': np.array([1, 2], '<u2'), '.mask': np.frombuffer(mask, np.uint8)}
+        counts = collections.Counter()
+        prepare.write_bins(tmp_path, [(split, columns, 1) for split in prepare.SPLITS], counts)
+        digests.add(counts['digest'])
+    assert len(digests) == 2
+    assert prepare.count_bytes(np.array([-1, 5, 400]), make_tokenizer('byte')) == 1
+
+
 def test_any_change_of_a_file_changes_the_identity(tmp_path):
     """Without a digest, or if the digest does not cover a mask; also a fact that a fork adds."""
     folders = tmp_path / 'plain', tmp_path / 'prepared'

@@ -54,6 +54,7 @@ def test_sample_token_draws_from_the_distribution():
         tokens = sample_token(logits.expand(4000, -1), u, **{'temperature': 1.0, **options})
         torch.testing.assert_close(torch.bincount(tokens, minlength=5) / 4000, p, atol=1e-3, rtol=0)
     assert len(sample_token(torch.zeros(4000, 5), u, top_k=1).unique()) == 1  # exactly k of equals
+    assert len(sample_token(torch.zeros(4000, 4), u, 1.0, top_p=0.5).unique()) == 2  # reached, not exceeded
     never = torch.tensor([[-math.inf, 1.0, -math.inf]] * 2)
     assert sample_token(never, torch.tensor([0.0, 1 - 2**-24])).tolist() == [1, 1]
 
@@ -83,6 +84,14 @@ def test_generate_equals_uncached_generation_for_ragged_batches(variant, monkeyp
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
     monkeypatch.setattr(flat_sample, 'AHEAD', {'cpu'})
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
+
+
+def test_a_penalty_counts_the_whole_prompt():
+    """Also its start, which is cropped."""
+    model, options = tiny(), dict(temperature=0, repetition_penalty=1e9)
+    for start in range(0, 25, 5):
+        prompt = [*range(start, start + 30)]
+        assert not {*prompt} & {*made(model, [prompt], 3, **options)[0]}
 
 
 @pytest.mark.parametrize('devices', [set(), {'cpu'}])
@@ -158,7 +167,10 @@ def test_int8_is_the_model_of_its_dequantized_weights(variant):
 @pytest.mark.parametrize('width', [64, 36])
 def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, dtype, tolerance):
     x = 100 * torch.randn(rows, 5, width).to(dtype)[:, :2]  # not contiguous; too large a sum for float16
-    q, scale = weights.quantize_rows(torch.randn(48, width), dtype)
+    w = torch.randn(48, width)
+    q, scale = weights.quantize_rows(w, dtype)
+    if dtype is torch.float32:
+        assert ((w - q * scale[:, None]).abs() <= 0.5001 * scale[:, None]).all()
     y = weights.int8_linear(x, q, scale)
     assert y.dtype is dtype
     near(y.double(), x.double() @ (q.double() * scale.double()[:, None]).T, tolerance)

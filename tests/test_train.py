@@ -83,6 +83,23 @@ def test_a_loss_without_an_entry_names_itself(monkeypatch):
         flat_train.step(new_run(tiny()), [flat_train.Batch(*torch.randint(61, (2, 2, 8)))])
 
 
+def test_every_number_of_a_run_is_resumed():
+    run, other = new_run(tiny()), new_run(tiny())
+    values = dict(iter_num=3, best_val_loss=2.0, best_iter=2, tokens=9, skipped=4, wall_s=5.0, wandb_id='x')
+    vars(run).update(values)
+    other.resume(run.state() | {'path': ''})
+    assert all(getattr(other, name) == getattr(run, name) for name in flat_train.NUMBERS)
+    assert values.keys() == flat_train.NUMBERS.keys()
+
+
+def test_a_gradient_is_not_clipped_at_0():
+    run, idx = new_run(tiny(), grad_clip=0.0), torch.randint(61, (2, 8))
+    before = run.model.ln_f.weight.detach().clone()  # has no weight decay
+    run.iter_num = 1
+    flat_train.step(run, [flat_train.Batch(idx, idx)])
+    assert not torch.equal(run.model.ln_f.weight, before)
+
+
 def test_states_of_optimizers_follow_the_names_of_parameters():
     """Parameters and groups may have another order. Unknown names and other shapes are errors."""
     run = new_run(tiny(), optimizer='muon')
@@ -495,17 +512,21 @@ def test_resumed_equals_uninterrupted(folder):
 
 
 def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
-    train('--out_dir=base', '--max_iters=5')
-    args = ['--init_from=base', '--lora_rank=2', '--dropout=0.1', '--lr_decay_iters=8']
+    train('--out_dir=base', '--max_iters=5', '--n_expert=4', '--balance_bias=True')
+    args = ['--init_from=base', '--lora_rank=2', '--lora_targets=c_attn', '--dropout=0.1',
+            '--lr_decay_iters=8']
     with pytest.raises(ValueError, match='out_dir=base holds .*ckpt.pt, the base of the adapters'):
         train('--out_dir=base', *args)
-    train('--out_dir=whole', *args, '--max_iters=8')
+    ended = train('--out_dir=whole', *args, '--max_iters=8')
+    bias = 'h.0.mlp.expert_bias'
+    assert torch.equal(ended['model'].state_dict()[bias], saved('base')['model'][bias])
     train('--out_dir=parts', *args, '--max_iters=4')
     with pytest.raises(ValueError, match='can only be resumed with the same optimizer, adapters'):
         run('train.py', '--out_dir=parts', '--init_from=resume', '--lora_rank=3')
     run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=8')
     assert same_weights(saved('whole')['model'], saved('parts')['model'])
-    more = train('--out_dir=more', '--init_from=whole', '--lora_rank=1', '--max_iters=2')
+    more = train('--out_dir=more', '--init_from=whole', '--lora_rank=1', '--lora_targets=c_attn',
+                 '--max_iters=2')
     x = torch.arange(16)[None]  # new adapters for a model with merged ones
     torch.testing.assert_close(load('more')[0].eval()(x), more['model'].eval()(x))
     train('--out_dir=base', '--init_from=resume', '--max_iters=6', '--learning_rate=1e-5')
