@@ -613,3 +613,7 @@ def test_importing_and_building_a_model_leaves_the_compiler_alone():
                           check=True).stdout == 'False\n'
 
 
+@pytest.mark.parametrize('name', ['dropout', 'attn_softcap', 'n_dense_layer', 'document_token'])
+def test_a_negative_field_is_named(name):
+    with pytest.raises(ValueError, match=f'{name}=-1.* must be'):
+        tiny(**{name: -1})

@@ -292,3 +292,8 @@ def test_a_conversation_as_it_is_typed(monkeypatch, capsys):
     flat_sample.converse(chat)
     assert [m['content'] for m in chat.messages if m['role'] == 'user'] == ['Hi', '/etc/passwd is what?']
     assert 'ask a shorter one' in capsys.readouterr().out
+
+
+def test_a_token_outside_the_vocabulary_is_named():
+    with pytest.raises(ValueError, match='the prompt has token 300'):
+        made(tiny(), [[300]], 3)
