@@ -29,6 +29,7 @@ from typing import Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -1600,14 +1601,31 @@ def changed(config, longest=None, **changes):
 
 
 def try_tokens(model):
-    """Raises ArithmeticError if the loss of two tokens is not finite."""
-    idx = torch.zeros(1, 2, dtype=torch.long, device=model.wte.weight.device)
+    """Raises ArithmeticError if the loss of the first tokens is not finite, or if their logits change when a
+    cache holds the tokens before, or when another document precedes."""
+    config = model.config
+    idx = torch.arange(min(6, config.block_size), device=model.wte.weight.device)[None] % config.vocab_size
     with torch.random.fork_rng(devices=[]):
         loss, _ = model(idx, idx)
-        with torch.no_grad():  # fails if a mixer declares something else than it caches
-            model(idx, cache=model.make_cache(1, 2))
+        # zeros would hide what the layers compute
+        weights = {name: torch.randn_like(w) / 8 for name, w in model.named_parameters() if not w.any()}
     if not loss.isfinite():
         raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
+    if not all(getattr(part, 'causal', True) for part in model.modules()):
+        return
+    ways = {'a cache holds the tokens before': model.make_cache(1, idx.shape[1])}
+    if config.document_token is not None:
+        ways['another document precedes'] = None
+        idx[:, 5:] = config.document_token
+    training = model.training
+    model.eval()
+    whole = functional_call(model, weights, idx)  # with gradients, as in training
+    with torch.no_grad():
+        for way, cache in ways.items():
+            parts = [functional_call(model, weights, part, {'cache': cache}) for part in idx.split(5, dim=1)]
+            if (torch.cat(parts, dim=1) - whole).norm() > 0.01 * whole.norm():
+                raise ArithmeticError(f"logits change when {way}: see ForwardContext")
+    model.train(training)
 
 
 def collect_tags(model):

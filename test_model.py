@@ -521,6 +521,28 @@ def test_a_block_with_its_own_forward_rejects_variants(options, monkeypatch):
         tiny(**options)
 
 
+MISTAKES = {  # attend of a fork -> the message
+    'reads later tokens': (lambda self, q, k, v, context: F.scaled_dot_product_attention(q, k, v), 'a cache'),
+    'ignores the cache': (lambda self, q, k, v, context: F.scaled_dot_product_attention(
+        q, *(x[:, :, -q.shape[2]:] for x in (k, v)), is_causal=True), 'a cache'),
+    'ignores documents': (lambda self, q, k, v, context: F.scaled_dot_product_attention(
+        q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])),
+        'another document'),
+    'changes one kernel': (lambda self, q, k, v, context: flat.BaseAttention.attend(
+        self, q * (1 + context.eager), k, v, context), 'a cache'),
+}
+
+
+@pytest.mark.parametrize('mistake', MISTAKES)
+def test_what_a_fork_forgets_is_found_before_training(mistake, monkeypatch):
+    attend, message = MISTAKES[mistake]
+    monkeypatch.setattr(Forgetful, 'attend', attend)
+    monkeypatch.setitem(flat.MIXERS, 'F', Forgetful)
+    with pytest.raises(ArithmeticError, match=f'logits change when {message}'):
+        flat.try_tokens(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=61, block_size=16,
+                                      mixer_pattern='F', document_token=3)))
+
+
 def test_a_mixer_without_flops_is_reported(monkeypatch):
     class Costless(flat.Mixer):
         states = [((1,), None)]

@@ -567,13 +567,6 @@ def is_sharded(w):
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-LOSSES = {  # minimised, not reported: key of aux -> setting of its weight, whether it is a mean over targets
-    'balance': ('balance_loss', False),
-    'z': ('z_loss', False),
-    'mtp': ('mtp_loss', True),
-}
-
-
 NUMBERS = {  # attributes of Run that checkpoints store, with immutable initial values
     'iter_num': 0,                   # updates so far
     'best_val_loss': math.inf,
@@ -660,15 +653,10 @@ def step(run, batch):
     return row | {'iter': run.iter_num, 'lr': lr, 'grad_norm': grad_norm}
 
 
-def weighted_losses(aux, weight, config):
-    """The sum of the model's further losses in aux, times their weights. Raises KeyError for a loss that
-    LOSSES lacks. weight: of the micro-batch."""
-    total = 0.0
-    for name, value in aux.items():
-        if value.requires_grad:
-            setting, over_targets = LOSSES[name]
-            total = total + config[setting] * value * (weight if over_targets else 1.0)
-    return total
+def further_losses(aux, config):
+    """The sum of the model's further losses in aux, times their weights: aux['z'] times the setting z_loss.
+    Raises KeyError for a loss without a setting."""
+    return sum(config[f'{name}_loss'] * value for name, value in aux.items() if value.requires_grad)
 
 
 def gradients(run, batch):
@@ -681,9 +669,8 @@ def gradients(run, batch):
             run.forward.require_backward_grad_sync = i == len(batch)
         with run.machine.autocast():
             loss, aux = run.forward(micro.inputs, micro.targets)
-        loss = loss * micro.weight
-        losses.append(loss.detach())
-        loss = loss + weighted_losses(aux, micro.weight, run.config)
+        losses.append(loss.detach() * micro.weight)
+        loss = (loss + further_losses(aux, run.config)) * micro.weight
         if 'load' in aux:
             loads.append(aux['load'])
         # a loss that is not finite makes the gradients of all ranks nan
