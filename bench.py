@@ -440,7 +440,7 @@ def measure_decode(config, model_args):
         from zoo.weights import quantize_weights
         quantize_weights(model, machine.dtype)
     if compile:
-        print('compiling: a minute or two')
+        print('compiling: a minute or more')
     times = take_turns(sides | {'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1)},
                        config['rounds'])
     prefill_ms = float(np.median(times.pop('prompt'))) * 1e3

@@ -66,7 +66,7 @@ seed = 1337                 # seed of sampling [< 2**64]
 quantize = ''               # int8 weights [in ('', 'int8')]
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # auto, float32, bfloat16, float16
-compile = False             # takes 1 to 2 minutes
+compile = False             # takes 1 to 3 minutes, and less in later starts
 settings = configure(globals())
 config = settings.config
 
@@ -282,17 +282,16 @@ def step(model, tokens, cache, u, seen, sampling):
 
 
 def compile_step(model, cache):
-    """Compiles `step` for a static cache: as a CUDA graph, or on a CPU with constant weights.
-    Compiles again if weights change, but not after writes to `.data`."""
+    """Compiles `step` for a static cache: as a CUDA graph, or on a CPU with constant int8 weights, which must
+    not change afterwards."""
     for tensor in cache.tensors() if cache.length.is_cuda else ():  # CUDA graphs need fixed addresses
         torch._dynamo.mark_static_address(tensor, guard=False)
-    weights = *model.parameters(), *model.buffers()
-    return compiled(model, tuple((w.data_ptr(), w._version) for w in weights))
+    return compiled(model)
 
 
 @functools.lru_cache(maxsize=1)
-def compiled(model, versions):
-    """Compiles `step`. versions: identifies the weights."""
+def compiled(model):
+    """Compiles `step`."""
     from torch._inductor import config as inductor
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 64
@@ -304,7 +303,8 @@ def compiled(model, versions):
     # for one row, coordinate_descent_tuning reads int8 weights directly
     run = torch.compile(step, dynamic=False, fullgraph=whole, options={
         'triton.cudagraphs': whole and device.type == 'cuda', 'coordinate_descent_tuning': True})
-    return inductor.patch(FREEZING)(run) if whole and device.type == 'cpu' else run
+    is_int8 = model.wte.weight.dtype is torch.int8
+    return inductor.patch(FREEZING)(run) if is_int8 and whole and device.type == 'cpu' else run
 
 
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',
@@ -646,7 +646,7 @@ if __name__ == '__main__':
     model.eval()
     print(f"{checkpoint['path']}: {num_params(model):,} parameters")
     if compile:
-        print("compiling: this takes a minute or two")
+        print("compiling: this takes a minute or more, and less in later starts")
     options = {name: config[name] for function in (sample_token, generate)
                for name in inspect.signature(function).parameters if name in config}
     options |= {'stop': stop}
