@@ -451,6 +451,18 @@ def test_an_option_that_was_removed_does_no_harm_unless_it_was_used(tmp_path):
 
 
 @torch.no_grad()
+@torch.enable_grad()
+def test_training_on_long_sequences_equals_eager_attention():
+    model = check.randomized(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, vocab_size=61,
+                                       block_size=1100))
+    idx = torch.randint(61, (1, 1100))
+    logits = model(idx)
+    near(logits, model(idx, weights=[]))
+    grad, = torch.autograd.grad(logits.square().mean(), model.h[0].attn.c_attn.weight)
+    expected, = torch.autograd.grad(model(idx, weights=[]).square().mean(), model.h[0].attn.c_attn.weight)
+    near(grad, expected)
+
+
 def test_attention_weights_on_request():
     model = tiny(window=3, window_pattern='S', n_kv_head=2)
     weights = []
