@@ -10,7 +10,9 @@ a clone of nanoGPT with the same shape.
 """
 import collections
 import contextlib
+import dataclasses
 import functools
+import itertools
 import math
 import re
 import runpy
@@ -170,18 +172,16 @@ def named_model(config, model_args, device, dtype=torch.float32):
     return model
 
 
-def cache_bytes(model, length, dtype):
-    """Bytes of the KV cache and states of one sequence after `length` tokens."""
-    slots = sum(heads * width * min(length, mixer.window or length)
-                for mixer in model.mixers for heads, width in mixer.slots or ())
-    return slots * dtype.itemsize + sum(math.prod(shape) * (own or dtype).itemsize
-                                        for mixer in model.mixers for shape, own in mixer.states)
-
-
-def cache_per_token(model, dtype):
-    """Bytes that one more token adds to the cache of a sequence of block_size tokens."""
-    length = model.config.block_size
-    return cache_bytes(model, length, dtype) - cache_bytes(model, length - 1, dtype)
+def cache_bytes(model, lengths, dtype):
+    """{length: bytes of the KV cache and states of one sequence of so many tokens}, without the slot for
+    padding and without allocating them."""
+    config = dataclasses.replace(model.config, block_size=max(lengths))  # a cache cannot be longer
+    with torch.device('meta'):
+        model = GPT(config)
+    model.compute_dtype = lambda: dtype  # a meta device has no autocast
+    caches = {length: model.make_cache(1, length) for length in lengths}
+    return {length: sum(x[:, :, :-1].nbytes for x in itertools.chain(*cache.slots)) +
+            sum(x.nbytes for x in itertools.chain(*cache.states)) for length, cache in caches.items()}
 
 
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
@@ -242,15 +242,17 @@ def measure_params(config, model_args):
                          model.h[first].named_parameters(f'h.{first}'), model.h[first].attn)
     print_parameters(model, 'outside the layers', [
         (name, w) for name, w in model.named_parameters() if not name.startswith('h.')])
-    if config['contexts']:
+    contexts = config['contexts'] or []
+    n_bytes = cache_bytes(model, [*contexts, length - 1, length], dtype)
+    if contexts:
         mixing = account(model)['mixing'][2]
         print_table('prompt tokens', ['TFLOPs with weights', 'TFLOPs of attention', 'KV cache, GB'], {
             f'{n:,}': [f"{count:,.4g}" for count in (
                 (flops - mixing) / 3e12 * n, mixing_flops(model, n) / 3e12 * n,
-                cache_bytes(model, n, dtype) / 1e9)]
-            for n in config['contexts']})
-    per_token = cache_per_token(model, dtype)
-    cache = cache_bytes(model, length, dtype)
+                n_bytes[n] / 1e9)]
+            for n in contexts})
+    cache = n_bytes[length]
+    per_token = cache - n_bytes[length - 1]
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the KV cache needs "
           f"{per_token:,} bytes per token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     inner = sum(w.numel() for name, w in model.named_parameters()
@@ -448,7 +450,7 @@ def measure_decode(config, model_args):
     numbers = report(model, machine, times, dict.fromkeys(times, batch_size) | {'one sequence': 1})
     length = min(model.config.block_size, config['prompt_len'] + new // 2)
     read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
-            + batch_size * cache_bytes(model, length, machine.dtype))
+            + batch_size * cache_bytes(model, [length], machine.dtype)[length])
     large = torch.ones(2**26, device=machine.device)
     bandwidth = large.nbytes / timed([large.sum], 40)().min()
     share = read * 1e3 / numbers['ms'] / bandwidth

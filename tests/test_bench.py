@@ -48,10 +48,20 @@ def test_params_counts_a_real_model(capsys):
     assert numbers['params'] == params
     assert numbers['flops_per_token'] == flops
     assert re.search('^head .is wte.weight. .* 3,904 .* 11,712 ', out, re.M)
-    cache = model.bfloat16().make_cache(1, 24)
-    n_bytes = sum(x.nbytes for x in itertools.chain(*cache.states))  # the last slot is for padding
-    n_bytes += sum(x[:, :, 1:].nbytes for x in itertools.chain(*cache.slots))
-    assert flat_bench.cache_bytes(model, 24, torch.bfloat16) == n_bytes
+    # by hand: keys and values of 4 heads and 8 tokens; in 3 layers, 3 inputs of a convolution and a state
+    assert flat_bench.cache_bytes(model, [24, 5], torch.bfloat16) == {
+        n: 2 * 4 * 8 * min(n, 8) * 2 + 3 * (3 * 3 * 32 * 2 + 4 * 8 * 8 * 4) for n in (24, 5)}
+
+
+@pytest.mark.parametrize('config, per_token', [  # in bfloat16
+    ('deepseek_v3', 70_272),  # arXiv:2505.09343, table 1
+    ('mistral_7b', 0),  # its window is shorter than block_size
+    ('qwen3_8b', 36 * 2 * 8 * 128 * 2)])  # keys and values of 8 heads
+def test_cache_of_published_shapes(capsys, config, per_token):
+    out, numbers = bench(capsys, 'params', str(ROOT / f'config/{config}.py'), '--contexts=[200000]')
+    assert numbers['cache_bytes_per_token'] == per_token
+    n_bytes = per_token * 200_000 or 32 * 2 * 8 * 128 * 2 * 4096
+    assert float(out.split('200,000')[1].split()[2]) == pytest.approx(n_bytes / 1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize('options, width, cached', [
