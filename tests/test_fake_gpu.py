@@ -22,7 +22,7 @@ STATES = ['--n_layer=4', '--mixer_pattern=DBKC', '--linear_n_key_head=2', '--lin
 VARIANTS = {  # name: (flags, largest relative difference of losses from the CPU in float32)
     'adamw': ([], 1e-5),
     'dropout': (['--dropout=0.1', '--checkpoint_activations=True', '--device=cuda'], 1e-5),
-    'muon': (['--optimizer=muon', '--compile=True', '--device=cuda:1'], 1e-3),
+    'muon': (['--optimizer=muon', '--compile=True', '--device=cuda:1'], 1e-2),  # some CPUs lack bfloat16
     'bfloat16': (['--dtype=bfloat16', '--n_kv_head=1'], 5e-2),
     'float16': (['--dtype=float16', '--optimizer=muon'], 5e-2),
     'experts': (['--n_expert=4', '--d_expert=16', '--balance_bias=True'], 1e-5),
@@ -80,7 +80,7 @@ def test_a_run_is_resumed_sampled_measured_and_exported(folder):
         [*sampling, '--start=a', '--quantize=int8', '--dtype=float16'],
         ['bench.py', 'train', '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=16',
          '--vocab_size=23', '--window=None', '--window_pattern=None', '--batch_size=2', '--steps=1',
-         '--compile=False', *speed],
+         '--compile=False', '--dtype=float32', *speed],  # large products in bfloat16 are slow on some CPUs
         ['bench.py', 'decode', '--init_from=whole', '--max_new_tokens=4', '--prompt_len=3', *speed],
         ['lab/check.py', str(ROOT / 'config' / 'gpt2.py')],
         ['zoo/hub.py', 'export', 'whole', 'export'],
