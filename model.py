@@ -21,7 +21,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
 import typing
 from typing import Literal
@@ -1546,12 +1545,10 @@ def round_up(n, multiple=64):
 
 
 def choices(kind):
-    """The texts that a field's annotation lists."""
+    """The texts and types that a field's annotation lists."""
     if isinstance(kind, str):
         return [*globals()[kind.partition(' |')[0]]]
-    if typing.get_origin(kind) is Literal:
-        return [*typing.get_args(kind)]
-    return [*itertools.chain(*map(choices, typing.get_args(kind)))]
+    return [x for part in typing.get_args(kind) or [kind] for x in typing.get_args(part) or [part]]
 
 
 MOST_LAYERS = 4096  # and experts: creating one takes milliseconds
@@ -1563,12 +1560,14 @@ def wrong_values(config):
         value = getattr(config, name)
         known = choices(field.type)
         values = value if name.endswith('_pattern') else [value]
-        if isinstance(value, str) and not (values and {*values} <= {*known}):
+        is_none = value is None and field.default is not None
+        from_0 = field.default == 0 or name == 'document_token'
+        if (is_none or isinstance(value, str)) and not (values and {*values} <= {*known}):
             hint = ', or name the config file that adds it' * isinstance(field.type, str)
-            yield name, f"is not supported; choose one of {', '.join(known)}{hint}"
-        elif type(value) in (int, float) and value <= 0 and (
-                value < 0 or field.default != 0 and name != 'document_token'):
-            yield name, f"must be {'at least' if field.default == 0 else 'above'} 0"
+            names = [getattr(one, '__name__', one) for one in known]
+            yield name, f"is not supported; choose one of {', '.join(names)}{hint}"
+        elif type(value) in (int, float) and value <= 0 and (value or not from_0):
+            yield name, f"must be {'at least' if from_0 else 'above'} 0"
         elif name in ('n_layer', 'n_expert') and (value or 0) > MOST_LAYERS:
             yield name, f'must be at most {MOST_LAYERS}'
 
