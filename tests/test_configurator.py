@@ -344,10 +344,14 @@ def patch(script):
     script.why_stop = lambda signals, time_limit: 1
     script.generate = rounded  # of sample.py
 ''', 'utf-8')
-    found = common.train('mine.py', '--min_lr=0', '--warmup_iters=0')
-    assert 'config files change SCHEDULES, why_stop\n' in capsys.readouterr().out
+    (folder / 'other.py').write_text("def patch(script): script.describe = lambda *args: 'a line'")
+    args = ['--min_lr=0', '--warmup_iters=0']
+    found = common.train('mine.py', 'other.py', *args)
+    assert 'config files change SCHEDULES, why_stop, describe\n' in capsys.readouterr().out
     assert found['SCHEDULES'].keys() == {'cosine', 'linear', 'wsd', 'step'}
     assert found['rounded'].__module__ == '__main__' and common.log_rows('out')[-1]['iter'] == '1'
+    common.train('other.py', 'mine.py', *args, '--init_from=resume')  # in any order
+    assert common.log_rows('out')[-1]['iter'] == '2'
     (folder / 'mine.py').write_text('def patch(script): script.why_stopp = 3', 'utf-8')
     with pytest.raises(ValueError, match='patch replaces why_stopp, which no script has'):
         common.train('mine.py')

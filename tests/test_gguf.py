@@ -310,6 +310,8 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hub.save_pretrained(tiny(vocab_size=257), ByteTokenizer(), tmp_path / 'theirs')
     run('zoo/hub.py', 'export', 'theirs', 'new/x.gguf', '--dtype=q8_0')
+    with pytest.raises(ValueError, match='q8_0.* only supported in .gguf files'):
+        run('zoo/hub.py', 'export', 'theirs', 'new/x', '--dtype=q8_0')
     assert 'exported theirs to new/x.gguf' in capsys.readouterr().out
     assert os.listdir('new') == ['x.gguf']
     run('zoo/hub.py', 'new/x.gguf')

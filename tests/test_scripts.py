@@ -95,7 +95,11 @@ def test_sample_script(base, capsys):
     model, *_ = load('out/ckpt.pt', **context)
     greedy = ''.join(chr(97 + t) for t in made(model.eval(), [[0, 1, 2]], 30, temperature=0)[0])
     assert capsys.readouterr().out.endswith(f"{'-' * 15}\nabc{greedy}\n{'-' * 15}\nabc{greedy}\n{'-' * 15}\n")
+    run('sample.py', *common, '--num_samples=1')  # the vocabulary has no newline, the default start
+    greedy = ''.join(chr(97 + t) for t in made(load('out')[0].eval(), [[0]], 30, temperature=0)[0])
+    assert capsys.readouterr().out.endswith(f"{'-' * 15}\na{greedy}\n{'-' * 15}\n")
     for flag, message in (('--start=a?', r"lacks \['\?'\]"), ('--start=', 'is empty'),
+                          ('--stop=', '^stop must have .*Q'), ("--stop=['']", '^stop must have .*Q'),
                           ('--top_p=0', 'top_p=0.0 is not supported'),
                           ('--top_k=3', '--top_k has no effect: it needs temperature')):
         with pytest.raises(ValueError, match=message):

@@ -288,7 +288,7 @@ os._exit(0)  # a normal exit lets gloo's threads abort the process while another
     return torchrun(count, 'on_ranks.py')
 
 
-def test_two_ranks_equal_one(folder):
+def test_two_ranks_equal_one(folder, capsys):
     shutil.copytree('data/toy', 'data/masked')
     write_masks('data/masked')
     args = [*GPT2, '--log_interval=3', '--eval_interval=5', '--gradient_accumulation_steps=2',
@@ -300,8 +300,14 @@ def test_two_ranks_equal_one(folder):
                     '--batch_size=1', '--balance_bias=True', '--norm_topk_prob=False', '--router=sigmoid',
                     '--balance_rate=0.05', '--block_size=8']}
     torch.set_num_threads(1)  # other rounding might choose other experts
-    printed = on_ranks(2, *([f'--out_dir={kind}_2', *args, *options] for kind, options in kinds.items()))
-    assert printed.count('step 10: train loss') == 3  # only one rank prints
+    look = ['--out_dir=masked_2', '--init_from=resume', '--eval_only']
+    printed = on_ranks(
+        2, *([f'--out_dir={kind}_2', *args, *options] for kind, options in kinds.items()), look)
+    assert printed.count('step 10: train loss') == 4  # only one rank prints
+    capsys.readouterr()
+    run('train.py', *look)
+    one, two = (re.findall(r'^[\d,]+ to [\d,]+  (.+)$', text, re.M) for text in (capsys.readouterr().out, printed))
+    assert len(one) == 5 and [*map(float, two)] == pytest.approx([*map(float, one)], abs=2e-4)
     for kind, options in kinds.items():
         main = run('train.py', f'--out_dir={kind}', *args, *options)
         weights = main['model'].state_dict()

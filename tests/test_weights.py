@@ -149,6 +149,11 @@ def test_fine_tuning_equals_a_loop_with_transformers(rank, tmp_path, monkeypatch
         other.save_pretrained('theirs')
         with pytest.raises(ValueError, match='trained on other weights than those in'):
             load('out')
+        checkpoint = torch.load('out/ckpt.pt')
+        lora = checkpoint['lora']
+        lora['base_checksum'] = lora.pop('checksum')  # an older version summed only the blocks
+        torch.save(checkpoint, 'out/ckpt.pt')
+        load('out')
 
 
 def test_adapters_find_a_base_that_has_moved(folder):
@@ -167,9 +172,20 @@ def test_adapters_find_a_base_that_has_moved(folder):
     os.rename('base', 'new/lora/base')
     check()
     run('train.py', '--out_dir=new/lora', '--init_from=resume', '--max_iters=3')
+    older = torch.load('new/lora/ckpt.pt')
+    del older['lora']['folder']
+    older['lora']['base_checksum'] = older['lora'].pop('checksum')
+    os.mkdir('new/older')
+    os.symlink('../lora/base', 'new/older/base')
+    torch.save(older, 'new/older/ckpt.pt')
+    load('new/older')
     train('--out_dir=new/lora/base', '--max_iters=2', '--seed=2')
-    with pytest.raises(ValueError, match='trained on other weights than those in .*new/lora/base/ckpt.pt'):
-        load('new/lora')
+    for adapters in 'new/lora', 'new/older':
+        with pytest.raises(ValueError, match='trained on other weights than those in .*/base/ckpt.pt'):
+            load(adapters)
+    del older['lora']['base_checksum']  # the oldest
+    torch.save(older, 'new/older/ckpt.pt')
+    load('new/older')
 
 
 class Outward(flat.Attention):
