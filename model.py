@@ -54,7 +54,7 @@ class GPTConfig:
     qk_norm: bool | Literal['whole', 'rotated', 'unit'] | None = None  # norm on queries and keys: True (per
                                      # head, Qwen3); whole (all heads at once, OLMo 2); rotated (after the
                                      # rotation, Hunyuan); unit (as rotated, but without weights,
-                                     # Llama 4); None: True, or False in MLA
+                                     # Llama 4); None: True, or False in MLA [if mixer_pattern.strip('BCDK')]
     tie_word_embeddings: bool = True  # the head uses the embedding's weights (arXiv:1608.05859)
     dropout: float = 0.0             # on embedding, attention weights, residual branches
                                      # [< 1] [changeable] [random] [training]
@@ -74,13 +74,13 @@ class GPTConfig:
     mixer_pattern: 'MIXERS | None' = None  # A attention, M latent attention, D Gated DeltaNet, C short
                                      # convolution, B Mamba-2, K Kimi Delta Attention (Qwen3-Next: 'DDDA');
                                      # None: A, or M with kv_lora_rank
-    # windows of attention
+    # windows of attention [if mixer_pattern.strip('BCDK')]
     window: int | None = None        # tokens that S layers see, including the current token
                                      # [if window_pattern]
     window_pattern: Literal['S', 'L', 'C'] | None = None  # S: sliding window, L: all tokens (Gemma 2: 'SL'),
                                      # C: only the current chunk of `window` tokens (Llama 4)
     local: dict | None = None        # {'rope_base': 1e4, ...} for S and C layers [if window_pattern]
-    # variants of attention
+    # variants of attention [if mixer_pattern.strip('BCDK')]
     attn_scale: float | None = None  # scale of the scores; None: 1 / sqrt(width of a head)
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0: off
     attn_sink: bool = False          # a learned logit per head in the softmax's denominator (gpt-oss)
@@ -1073,17 +1073,15 @@ def eager_attention(mixer, q, k, v, mask, weights=None, few=False):
 def project(x, w, bias=None):
     """x (..., n_in) @ w^T + bias"""
     if x.is_cpu and x.numel() == x.shape[-1] == w.shape[1] and x.dtype == w.dtype:  # one token
+        shape = *x.shape[:-1], -1
         one = x.flatten()
-        y = None
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # one loop, at the speed of memory
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # a loop that reads w once
             one = one.float()
             one = one.as_strided(one.shape, one.stride())  # otherwise computed again for each row of w
             y = (w.float() * one).sum(dim=-1)
-            y = (y if bias is None else y + bias.float()).to(x.dtype)
-        elif x.dtype is torch.bfloat16:  # 1.2 times as fast on Intel with AMX
-            y = torch.mv(w, one) if bias is None else torch.addmv(bias.type_as(w), w, one)
-        if y is not None:
-            return y.view(*x.shape[:-1], -1)
+            return (y if bias is None else y + bias.float()).to(x.dtype).view(shape)
+        if x.dtype is torch.bfloat16:  # 1.2 times as fast on Intel with AMX
+            return (torch.mv(w, one) if bias is None else torch.addmv(bias.type_as(w), w, one)).view(shape)
     return F.linear(x, w, bias)
 
 

@@ -450,8 +450,6 @@ def test_an_option_that_was_removed_does_no_harm_unless_it_was_used(tmp_path):
         load(path)
 
 
-@torch.no_grad()
-@torch.enable_grad()
 def test_training_on_long_sequences_equals_eager_attention():
     model = check.randomized(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, vocab_size=61,
                                        block_size=1100))
@@ -463,6 +461,7 @@ def test_training_on_long_sequences_equals_eager_attention():
     near(grad, expected)
 
 
+@torch.no_grad()
 def test_attention_weights_on_request():
     model = tiny(window=3, window_pattern='S', n_kv_head=2)
     weights = []
