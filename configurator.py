@@ -11,7 +11,7 @@ Its type is its annotation, or the type of its default. Brackets in its remark a
                     be at least 0, unless the default is negative or a rule begins with >
     [if condition]  unless it holds, the flag has no effect and raises an error. In a comment above
                     settings, the rule applies up to the next comment
-    [fixed], [changeable], [random] and [training] are marks that docs/design.md explains
+    [fixed], [length], [changeable], [random] and [training] are marks that docs/design.md explains
 configure reads settings from source text, because imports are slow. use_parts explains what else a
 config file may define. Helpers in a config file begin with _ or are in upper case.
 """

@@ -1608,30 +1608,41 @@ def changed(config, longest=None, **changes):
 
 
 def try_tokens(model):
-    """Raises ArithmeticError if the loss of the first tokens is not finite, or if their logits change when a
-    cache holds the tokens before, or when another document precedes."""
+    """Raises ArithmeticError if the loss of the first tokens is not finite or does not depend on a parameter,
+    or if their logits change when a cache holds the tokens before, followed by padding, or when another
+    document precedes."""
     config = model.config
     idx = torch.arange(min(6, config.block_size), device=model.wte.weight.device)[None] % config.vocab_size
     with torch.random.fork_rng(devices=[]):
-        loss, _ = model(idx, idx)
+        loss, aux = model(idx, idx)
+        trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
+        losses = [loss, *(x for x in aux.values() if x.requires_grad)]
+        grads = torch.autograd.grad(losses, trained.values(), allow_unused=True)
         # zeros would hide what the layers compute
         weights = {name: torch.randn_like(w) / 8 for name, w in model.named_parameters() if not w.any()}
     if not loss.isfinite():
         raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
+    if unused := [name for name, grad in zip(trained, grads) if grad is None]:
+        raise ArithmeticError(f"the loss does not depend on {', '.join(unused)}")
     if not all(getattr(part, 'causal', True) for part in model.modules()):
         return
-    ways = {'a cache holds the tokens before': model.make_cache(1, idx.shape[1])}
-    if config.document_token is not None:
-        ways['another document precedes'] = None
-        idx[:, 5:] = config.document_token
     training = model.training
     model.eval()
-    whole = functional_call(model, weights, idx)  # with gradients, as in training
+    if config.document_token is not None:
+        idx[:, 5:] = config.document_token
+    run = functools.partial(functional_call, model, weights)
+    whole = run(idx)  # with gradients, as in training
+    n = idx.shape[1] - 1
+    cache = model.make_cache(1, n + 1)
     with torch.no_grad():
-        for way, cache in ways.items():
-            parts = [functional_call(model, weights, part, {'cache': cache}) for part in idx.split(5, dim=1)]
-            if (torch.cat(parts, dim=1) - whole).norm() > 0.01 * whole.norm():
-                raise ArithmeticError(f"logits change when {way}: see ForwardContext")
+        ways = {'a cache holds the tokens before, and padding follows them': [
+            run(idx, {'cache': cache, 'lengths': torch.full_like(cache.length, n)})[:, :n],
+            run(idx[:, n:], {'cache': cache})]}
+        if config.document_token is not None:
+            ways['another document precedes'] = [run(part) for part in idx.split(5, dim=1)]
+    for way, parts in ways.items():
+        if (torch.cat(parts, dim=1) - whole).norm() > 0.01 * whole.norm():
+            raise ArithmeticError(f"logits change when {way}: see ForwardContext")
     model.train(training)
 
 

@@ -554,6 +554,38 @@ def test_what_a_fork_forgets_is_found_before_training(mistake, monkeypatch):
                                       mixer_pattern='F', document_token=3)))
 
 
+class KeepsPadding(flat.Mixer):
+    """Adds the sum of all tokens so far."""
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.states = [((config.n_embd,), torch.float32)]
+
+    def flops(self, length):
+        return 0
+
+    def forward(self, x, context):
+        x = x.float() * 0.1
+        if context.cache is None:
+            return x.cumsum(1)
+        state, = context.cache.states[self.number]
+        sums = state[:, None] + x.cumsum(1)
+        state.copy_(sums[:, -1])
+        return sums
+
+
+def test_padding_in_a_state_is_found_before_training(monkeypatch):
+    monkeypatch.setitem(flat.MIXERS, 'F', KeepsPadding)
+    with pytest.raises(ArithmeticError, match='logits change when .* padding follows'):
+        flat.try_tokens(tiny(mixer_pattern='F'))
+
+
+def test_a_parameter_that_forward_ignores_is_found_before_training(monkeypatch):
+    places = flat.NORM_PLACEMENTS['pre'] | {'mlp_middle': 'ln_9'}
+    monkeypatch.setitem(flat.NORM_PLACEMENTS, 'middle', places)
+    with pytest.raises(ArithmeticError, match=r'does not depend on h.0.ln_9.weight, h.1.ln_9.weight'):
+        flat.try_tokens(tiny(norm_placement='middle'))
+
+
 def test_a_mixer_without_flops_is_reported(monkeypatch):
     class Costless(flat.Mixer):
         states = [((1,), None)]

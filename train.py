@@ -77,9 +77,9 @@ wandb_run_name = 'gpt2'
 gradient_accumulation_steps = 40     # micro-batches per iteration, over all ranks [>= 1] [<= 1000000]
 batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1] [<= 1000000]
 # length of the run: of the next three settings, the last one given counts
-max_iters = 600000                   # updates
-epochs: float | None = None          # passes over train.bin
-tokens_per_param: float | None = None  # training tokens; Chinchilla: 20 (arXiv:2203.15556)
+max_iters = 600000                   # updates [length]
+epochs: float | None = None          # passes over train.bin [length]
+tokens_per_param: float | None = None  # training tokens; Chinchilla: 20 (arXiv:2203.15556) [length]
 time_limit: float | None = None      # minutes until the run saves and stops
 # optimizer
 optimizer = 'adamw'                  # adamw, or muon for matrices in blocks [in OPTIMIZERS] [fixed]
@@ -245,7 +245,7 @@ class Batch:
     """A micro-batch. The mean of weight * loss over micro-batches and ranks is the mean loss over targets."""
     inputs: torch.Tensor   # (B, T)
     targets: torch.Tensor  # (B, T), -1: no target
-    weight: float = 1.0    # or a 0-d tensor
+    weight: torch.Tensor | float = 1.0  # 0-d
 
 
 def read_batches(run, bins):
@@ -260,11 +260,8 @@ def read_batches(run, bins):
         firsts = [((it * accumulation + step) * RANKS + RANK) * micro_batch for step in range(accumulation)]
         arrays = [bins.batch(sequence_indices(first, micro_batch, n_sequences, config['seed']), block_size)
                   for first in firsts]
-        weights = [1.0] * accumulation
-        if bins.masks:
-            counts = np.float32([np.count_nonzero(targets != -1) for _, targets in arrays])
-            counts, = to_device([counts], device)
-            weights = counts * (accumulation * RANKS) / all_reduce(counts.sum()).clamp(min=1)
+        counts, = to_device([np.float32([np.count_nonzero(targets != -1) for _, targets in arrays])], device)
+        weights = counts * (accumulation * RANKS) / all_reduce(counts.sum()).clamp(min=1)
         yield [Batch(*to_device(array, device), weight) for array, weight in zip(arrays, weights)]
 
 
@@ -766,18 +763,16 @@ def document_args(meta):
     return {'document_token': meta['eot']} if meta and meta['packed'] else {}
 
 
-LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}
-
-
 def run_settings(config, given, source):
     """Returns config with the checkpoint's values for settings that are not given. source: a resumed
     checkpoint, or {}. Raises UserError if a fixed setting changes."""
     was = source.get('config', {})
     ours = {'out_dir', 'init_from', *given}
-    lengths = [name for name in given if name in LENGTH and config[name] is not None]
+    length = {*marked(Path(__file__), 'length')}
+    lengths = [name for name in given if name in length and config[name] is not None]
     if lengths:
-        ours |= LENGTH
-        config = config | dict.fromkeys(LENGTH - {'max_iters', lengths[-1]})
+        ours |= length
+        config = config | dict.fromkeys(length - {'max_iters', lengths[-1]})
     restored = {name: checked(source['path'], name, was[name], settings.known) for name in config
                 if name in was.keys() - ours and was[name] != config[name]}
     if restored:
