@@ -165,7 +165,8 @@ class GPTConfig:
     def mlp_of(self, layer):
         """E: experts, D: a dense MLP, N: none."""
         kind = letter(self.expert_pattern, layer)
-        return 'D' if kind == 'E' and (self.n_expert is None or layer < self.n_dense_layer) else kind
+        is_dense = self.n_expert is None or layer < self.n_dense_layer
+        return 'D' if is_dense and issubclass(MLPS[kind] or MLP, MoE) else kind
 
     @property
     def rope_dim(self):
@@ -462,7 +463,7 @@ class Block(nn.Module):
                 setattr(self, name, Norm(config.n_embd, config))
         self.mlp = kind and kind(config, layer)
         if isinstance(self.mlp, MoE) and config.expert_norms:
-            self.ln_3 = nn.Identity()
+            setattr(self, self.norms['mlp_in'], nn.Identity())
         self.p = config.dropout
         self.scale = config.residual_scale
         self.register_buffer('scalar', torch.ones(1) if config.layer_scalar else None)
@@ -1072,17 +1073,13 @@ def eager_attention(mixer, q, k, v, mask, weights=None, few=False):
 
 def project(x, w, bias=None):
     """x (..., n_in) @ w^T + bias"""
-    if x.is_cpu and x.numel() == x.shape[-1] == w.shape[1] and x.dtype == w.dtype:  # one token
-        shape = *x.shape[:-1], -1
-        one = x.flatten()
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # a loop that reads w once
-            one = one.float()
-            one = one.as_strided(one.shape, one.stride())  # otherwise computed again for each row of w
-            y = (w.float() * one).sum(dim=-1)
-            return (y if bias is None else y + bias.float()).to(x.dtype).view(shape)
-        if x.dtype is torch.bfloat16:  # 1.2 times as fast on Intel with AMX
-            return (torch.mv(w, one) if bias is None else torch.addmv(bias.type_as(w), w, one)).view(shape)
-    return F.linear(x, w, bias)
+    if not (x.is_cpu and x.numel() == x.shape[-1] == w.shape[1] and x.dtype == w.dtype
+            and torch.compiler.is_compiling() and not torch.is_grad_enabled()):
+        return F.linear(x, w, bias)
+    one = x.flatten().float()  # one token in a compiled step: a loop that reads w once
+    one = one.as_strided(one.shape, one.stride())  # otherwise computed again for each row of w
+    y = (w.float() * one).sum(dim=-1)
+    return (y if bias is None else y + bias.float()).to(x.dtype).view(*x.shape[:-1], -1)
 
 
 MOST_LOGITS = 2**31 - 1  # per call: CUDA's kernel counts logits in 32 bits (pytorch issue 85786)
@@ -1281,11 +1278,12 @@ class MoE(nn.Module):
         return balance, z, load.sum(0).float()
 
     def _apply(self, *args, **options):
-        """Keeps the expert biases in float32."""
-        exact = self.expert_bias
+        """Keeps the buffers, such as the expert biases, in float32."""
+        buffers = dict(self.named_buffers(recurse=False))
         super()._apply(*args, **options)
-        if exact is not None and not exact.is_meta:
-            self.expert_bias = exact.to(self.expert_bias.device)
+        for name, exact in buffers.items():
+            if not exact.is_meta:
+                setattr(self, name, exact.to(getattr(self, name).device))
         return self
 
 

@@ -273,6 +273,9 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     return token.where(~cdf[..., -1].isnan(), -1)
 
 
+SAMPLING = inspect.signature(sample_token).parameters  # also for a function that replaces it
+
+
 # a step -----------------------------------------------------------------------------------------------------
 
 def step(model, tokens, cache, u, seen, sampling):
@@ -384,7 +387,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     n_rows = len(prompts[:batch_size])
     is_new = cache is None
     if is_new:
-        size = round_up(max(map(len, prompts)) + max_new_tokens)
+        # a compiled step serves only one size
+        size = round_up(max(map(len, prompts)) + max_new_tokens, 512 if compile else 64)
         cache = model.make_cache(n_rows, min(size, model.config.block_size), compile)
     size = cache.max_len
     run_step = compile_step(model, cache) if compile else step
@@ -412,7 +416,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 prefill(model, [samples[row].tokens[samples[row].first:-1] for row in rows], cache, rows)
                 marks = torch.zeros(len(rows), *seen.shape[1:], dtype=torch.bool)
                 for mark, row in zip(marks, rows):
-                    mark[0, samples[row].tokens] = True
+                    mark[0, samples[row].tokens[:-1]] = True
                 seen[rows] = marks.to(sampling_device)
             # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
@@ -647,8 +651,8 @@ if __name__ == '__main__':
     print(f"{checkpoint['path']}: {num_params(model):,} parameters")
     if compile:
         print("compiling: this takes a minute or more, and less in later starts")
-    options = {name: config[name] for function in (sample_token, generate)
-               for name in inspect.signature(function).parameters if name in config}
+    options = {name: config[name] for name in (*SAMPLING, *inspect.signature(generate).parameters)
+               if name in config}
     options |= {'stop': stop}
     del options['max_new_tokens']
     conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, **options)

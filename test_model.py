@@ -427,6 +427,20 @@ def test_balance_biases_move_by_the_rate_and_are_never_rounded():
     torch.testing.assert_close(biases, expected, atol=1e-6, rtol=0)
 
 
+class MoreExperts(flat.MoE):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.register_buffer('more', torch.full((), 0.12346))
+
+
+def test_another_kind_of_experts_needs_only_its_letter(monkeypatch):
+    monkeypatch.setitem(flat.MLPS, 'X', MoreExperts)
+    model = GPT(GPTConfig(**TINY, n_expert=4, expert_pattern='X', n_dense_layer=1)).bfloat16()
+    assert [type(block.mlp) for block in model.h] == [flat.MLP, MoreExperts]
+    assert model.h[1].mlp.more == torch.tensor(0.12346)
+    assert [GPTConfig(expert_pattern='XDN').mlp_of(layer) for layer in range(3)] == ['D', 'D', 'N']
+
+
 def test_a_scaling_gets_the_trained_length(tmp_path):
     """It is block_size in a new model; a loaded model with a longer context keeps its trained length."""
     short = {'rope_type': 'yarn', 'factor': 4.0}

@@ -118,7 +118,7 @@ class Tokenizer:
     pattern = None  # splits a text into words
     byte_level = True  # whether any bytes can be encoded
     can_cut = True  # whether cutting a text keeps the ids
-    bos = ()  # ids at the beginning of documents and prompts
+    bos = ()  # ids at the beginning of documents; a subclass that has any must add them in `encode`
     chat_template = None
     chat_variables = {}  # for chat_template, such as {'bos_token': '<s>'}
     eos_tokens = ()  # further ids that end a text

@@ -17,7 +17,7 @@ import configurator
 import prepare
 import train
 from configurator import runtime
-from model import GPTConfig
+from model import MIXERS, BaseAttention, GPTConfig
 
 MODEL = '''
 raise SystemExit('model.py was imported')
@@ -224,7 +224,10 @@ def test_flags_without_effect_are_rejected_and_config_files_serve_many_runs(scri
 
 
 def test_every_rule_of_ours_is_python():
-    """Each rule can be evaluated with the default settings."""
+    """Each rule can be evaluated with the default settings. Rules name the letters of layers that are no
+    attention."""
+    import mixers  # noqa: F401 (adds letters)
+    assert {kind for kind, mixer in MIXERS.items() if not issubclass(mixer, BaseAttention)} == {*'BCDK'}
     for name in ('train', 'sample', 'prepare', 'bench', 'zoo/hub', 'lab/compare', 'lab/check'):
         path = ROOT / f'{name}.py'
         known = configurator.declared(path) | configurator.declared(ROOT / 'model.py')
@@ -234,7 +237,7 @@ def test_every_rule_of_ours_is_python():
         settings = configurator.Configured({}, {}, [], known, known, [], [])
         configurator.check_values(settings, values, tables)
         for rule in itertools.chain(*(setting.rules for setting in known.values())):
-            assert re.match('fixed$|changeable$|random$|training$|if |in |[<>=!]|att', rule)
+            assert re.match('fixed$|length$|changeable$|random$|training$|if |in |[<>=!]|att', rule)
             configurator.unmet([rule], tables, values)
 
 

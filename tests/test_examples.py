@@ -433,6 +433,13 @@ def test_typical_sampling():
             near(drawn.bincount(minlength=6) / 4000, share, 1e-3)
 
 
+def test_a_replaced_sample_token_gets_all_flags(folder, capsys):
+    common.run('train.py', *SMALL)
+    capsys.readouterr()
+    run('sample.py', FILES['typical_sampling'], '--top_k=1', '--max_new_tokens=8', '--num_samples=2')
+    assert len({*capsys.readouterr().out.split('-' * 15)[1:3]}) == 1
+
+
 @torch.no_grad()
 @pytest.mark.parametrize('alpha', [0.6, 8.0])
 def test_beam_search(alpha):
