@@ -1,13 +1,11 @@
-# Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; classic,
-# examples, tricks, tricks_short, first_run and few_data need an hour or more.
+# Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; examples,
+# tricks, tricks_short, first_run and few_data need an hour or more.
 # Data: `python prepare.py --tokenizer=byte`. Others:
-#   classic                                    python prepare.py shakespeare --tokenizer=char
 #   few_data                                   python prepare.py few.txt --tokenizer=char
 #                                              (few.txt: the first 200,000 bytes of Shakespeare)
 #   tricks, tricks_short, first_run            python prepare.py
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
-DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
 GPT2 = QUICK.replace('config/llama_small.py', 'config/llama_small.py config/gpt2.py --n_head=4 --n_kv_head=4')
 LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
 
@@ -40,15 +38,6 @@ LISTS = {
         'pre': '', 'post': '--norm_placement=post', 'output': '--norm_placement=output',
         'sandwich': '--norm_placement=sandwich',
         'parallel': '--norm_placement=parallel', 'parallel, 2 norms': '--norm_placement=parallel_2'}),
-    'warmup': dict(base=f'{DEEP} --learning_rate=1e-3', variants={
-        'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--norm_placement=post',
-        'post, no warm-up': '--norm_placement=post --warmup_iters=0'}),
-    'stability': dict(base=DEEP, variants={
-        f'{name}, {rate:g}': f'{flags} --learning_rate={rate}'
-        for name, flags in {
-            'pre': '', 'pre, QK-norm': '--qk_norm=True', 'pre, LayerNorm': '--norm=layernorm',
-            'post': '--norm_placement=post', 'sandwich': '--norm_placement=sandwich'}.items()
-        for rate in (1e-3, 4e-3, 1.6e-2, 6.4e-2, 0.256)}),
     'experts': dict(base=QUICK, match='active_params', variants={
         'dense': '', '4 experts, 2 active': '--n_expert=4', '8 experts, 2 active': '--n_expert=8',
         '4 experts, 2 and a shared': '--n_expert=4 --n_shared_expert=1'}),
@@ -57,28 +46,19 @@ LISTS = {
         'adamw 4e-3': '--optimizer=adamw', 'adamw 2e-3': '--optimizer=adamw --learning_rate=2e-3',
         'adamw 8e-3': '--optimizer=adamw --learning_rate=8e-3',
         'adamw 1e-3': '--optimizer=adamw --learning_rate=1e-3'}),
-    'tricks': dict(base=RECIPE, variants=TRICKS | {
-        'heads of 64': '--n_head=2', 'relu2': '--mlp=relu2 --d_ff=576'}),
+    'tricks': dict(base=RECIPE, variants=TRICKS),
     'tricks_short': dict(base=f'{RECIPE} --max_iters=200', variants={
         'base': '', 'half as long': '--max_iters=100', 'twice as long': '--max_iters=400'} | TRICKS),
     'first_run': dict(base='config/default.py --sample_tokens=0', variants={
-        'default': '', 'no windows': '--window=None --window_pattern=None',
-        'windows of 8': '--window=8'}),
+        'no windows': '--window=None --window_pattern=None', 'default': ''}),
     'ladder': dict(base=GPT2, match='params', variants={  # each adds to the previous variant
         'GPT-2': '', 'without biases': '--bias=False', 'RoPE': '--bias=False --pos=rope',
         'RMSNorm': '--bias=False --pos=rope --norm=rmsnorm',
         'SwiGLU': '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu', 'GQA, as Llama': LLAMA,
         'QK-norm, as Qwen3': f'{LLAMA} --qk_norm=True'}),
-    'classic': dict(match='params', base='config/gpt2.py --dataset=shakespeare_char --n_layer=6 --n_head=6 '
-                    '--n_embd=384 --block_size=128 --batch_size=32 --gradient_accumulation_steps=1 '
-                    '--max_iters=600 --learning_rate=1e-3 --warmup_iters=50 --beta2=0.99 '
-                    '--eval_interval=100 --eval_iters=20 --log_interval=25', variants={
-        'GPT-2 style': '', 'Llama style': LLAMA}),
     'few_data': dict(base=f'{QUICK} --dataset=few_char --epochs=8', variants={
-        '8 epochs': '', '2 epochs': '--epochs=2', '4 epochs': '--epochs=4', '16 epochs': '--epochs=16',
-        'decay 0.3': '--weight_decay=0.3', 'decay 1': '--weight_decay=1', 'decay 2': '--weight_decay=2',
-        'decay 4': '--weight_decay=4', 'dropout 0.1': '--dropout=0.1', 'dropout 0.3': '--dropout=0.3',
-        '64 wide': '--n_embd=64'}),
+        '8 epochs': '', '4 epochs': '--epochs=4', 'decay 1': '--weight_decay=1',
+        'decay 2': '--weight_decay=2'}),
     # the parameters of embeddings, as in engram, are not counted
     'examples': dict(base=QUICK, match='inner_params', variants={
         'base': '', 'half as long': '--max_iters=150', 'twice as long': '--max_iters=600',
