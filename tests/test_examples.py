@@ -3,6 +3,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
+import runpy
 import shutil
 import sys
 import types
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 
 FILES = {path.stem: str(path) for path in sorted((common.ROOT / 'examples').glob('*.py'))}
 EXAMPLES = [name for name in FILES if name not in (  # for prepare.py, sample.py
-    'pydoc_chat', 'beam_search', 'look_inside', 'speculation', 'typical_sampling')]
+    'pydoc_chat', 'beam_search', 'look_inside', 'speculation', 'typical_sampling', 'costs')]
 STANDARD = 'growing_length', 'label_smoothing', 'soap', 'weight_mean'  # the trained model is a usual one
 SMALL = [*common.TOY, '--n_layer=4', '--n_head=4', '--max_iters=10', '--eval_interval=5']
 each_example = pytest.mark.parametrize('name', EXAMPLES)
@@ -455,3 +457,17 @@ def test_beam_search(alpha):
         score, tokens = found['search'](model, [3, 0], 4, [1])
         assert tuple(tokens) == max(scores, key=scores.get)
         assert score == pytest.approx(max(scores.values()), rel=1e-5)
+
+
+@torch.no_grad()
+def test_costs_compares_equal_results(capsys):
+    """What it times computes the same in both ways, and it prints times and memory."""
+    found = runpy.run_path(FILES['costs'])
+    qkv = torch.randn(3, 1, 2, 5, 4)
+    near(found['naive'](*qkv), F.scaled_dot_product_attention(*qkv, is_causal=True), 1e-5)
+    near(found['KERNELS']['flash'](*qkv), found['naive'](*qkv), 1e-5)
+    model, _ = random_model(block_size=256)
+    assert torch.equal(*(found['draw'](model, 9, is_cached) for is_cached in (True, False)))
+    with torch.enable_grad():
+        found['attention']('naive', 64)
+    assert re.fullmatch(r'naive attention, 64 tokens: \d+ ms, \d+ MB\n', capsys.readouterr().out)
