@@ -164,6 +164,15 @@ def test_every_config_builds_and_divides():
             flat_train.share_batch(config['gradient_accumulation_steps'], config['batch_size'], ranks)
 
 
+@pytest.mark.parametrize('args, command', [
+    (['config/small.py'], 'fineweb_edu'), (['config/shakespeare_char.py'], 'shakespeare --tokenizer=char'),
+    (['config/dial.py'], 'pystdlib --tokenizer=byte'), ([], 'pystdlib'), (['--dataset=nowhere'], 'SOURCE'),
+    (['config/minimind.py'], 'minimind --tokenizer=bpe:6400'), (['--dataset=minimind_sft'], 'minimind_sft')])
+def test_the_error_for_missing_data_has_the_command_that_prepares_them(args, command, folder):
+    with pytest.raises(FileNotFoundError, match=re.escape(f'run `python prepare.py {command}`')):
+        run('train.py', *(str(ROOT / arg) if arg.endswith('.py') else arg for arg in args))
+
+
 @pytest.mark.parametrize('command', [
     'train.py --dataset=toy', 'lab/check.py', 'bench.py params', 'bench.py decode'])
 def test_every_script_begins_with_the_default_file(folder, command, capsys):
