@@ -24,11 +24,15 @@ from model import GPT, GPTConfig, num_params
 from sample import load
 
 
+def copy_core(folder, *more):
+    for name in ['model', 'train', 'sample', 'prepare', 'tokenizer', 'configurator', *more]:
+        shutil.copy(ROOT / f'{name}.py', folder)
+    shutil.copytree(ROOT / 'config', folder / 'config')
+
+
 def test_the_core_works_in_an_empty_folder(tmp_path):
     """With device=auto. One process runs all commands, because importing torch takes long."""
-    for name in ['model', 'train', 'sample', 'prepare', 'tokenizer', 'configurator']:
-        shutil.copy(ROOT / f'{name}.py', tmp_path)
-    shutil.copytree(ROOT / 'config', tmp_path / 'config')
+    copy_core(tmp_path)
     (tmp_path / 'my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
     (tmp_path / 'chats.jsonl').write_text('\n'.join(json.dumps({'messages': [
         {'role': 'user', 'content': f'What is {n}?'}, {'role': 'assistant', 'content': f'{n}.'}]})
@@ -51,6 +55,16 @@ for command in sys.argv[1:]:
     assert done.returncode == 0, done.stderr
     said = done.stdout.partition('chat/ckpt.pt: ')[2]
     assert '> What is 3?\n' in said and '> What is 4?\n' in said and 'not trained' not in said
+
+
+def test_the_models_tests_run_in_a_fork_of_the_core(tmp_path):
+    """They skip what needs lab/ and tests/. This runs those about caches."""
+    copy_core(tmp_path, 'mixers', 'test_model')
+    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-rs', '-k', 'cache', 'test_model.py'],
+                          cwd=tmp_path, capture_output=True, text=True, env=os.environ | {'PYTHONPATH': ''})
+    assert done.returncode == 0, done.stdout
+    passed, = re.findall(r'(\d+) passed, \d+ skipped', done.stdout)
+    assert int(passed) > 5 and 'needs lab/check.py, tests/formulas.py' in done.stdout
 
 
 def test_readme_lines_generate_from_python(base):
