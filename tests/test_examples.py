@@ -235,6 +235,25 @@ def test_fire():
 
 
 @torch.no_grad()
+def test_t5_bias():
+    """Next to transformers and a loop over distances."""
+    theirs = pytest.importorskip('transformers.models.t5.modeling_t5').T5Attention._relative_position_bucket
+    distances = torch.arange(300)
+    with imported('t5_bias') as found:
+        model, _ = random_model(mixer_pattern='T', pos='none', block_size=200)
+        mixer = model.h[1].attn
+        q, k, v, y = inside(mixer, model, torch.randint(1, 60, (1, 200)))
+        buckets = found['bucket_of'](distances).tolist()
+    assert buckets == theirs(-distances, bidirectional=False, num_buckets=32, max_distance=128).tolist()
+    assert buckets == [d if d < 16 else min(31, 16 + math.floor(16 * math.log(d / 16) / math.log(128 / 16)))
+                       for d in range(300)]
+    bias = torch.zeros(4, 200, 200)
+    for i, j in itertools.product(range(200), repeat=2):
+        bias[:, i, j] = mixer.table[buckets[max(i - j, 0)]]
+    near(y, attention(q, k, v, bias))
+
+
+@torch.no_grad()
 def test_value_residual():
     with imported('value_residual'):
         model, idx = random_model(mixer_pattern='V')
