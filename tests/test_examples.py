@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 import types
+import xml.etree.ElementTree
 from pathlib import Path
 
 import common
@@ -15,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 FILES = {path.stem: str(path) for path in sorted((common.ROOT / 'examples').glob('*.py'))}
-EXAMPLES = [name for name in FILES if name not in (  # for prepare.py, sample.py
-    'pydoc_chat', 'beam_search', 'look_inside', 'speculation', 'typical_sampling')]
+EXAMPLES = [name for name in FILES if name not in (  # for prepare.py, sample.py; a script
+    'pydoc_chat', 'beam_search', 'look_inside', 'speculation', 'typical_sampling', 'plot')]
 STANDARD = 'growing_length', 'label_smoothing', 'soap', 'weight_mean'  # the trained model is a usual one
 SMALL = [*common.TOY, '--n_layer=4', '--n_head=4', '--max_iters=10', '--eval_interval=5']
 each_example = pytest.mark.parametrize('name', EXAMPLES)
@@ -474,3 +475,32 @@ def test_beam_search(alpha):
         score, tokens = found['search'](model, [3, 0], 4, [1])
         assert tuple(tokens) == max(scores, key=scores.get)
         assert score == pytest.approx(max(scores.values()), rel=1e-5)
+
+
+# plot.py ----------------------------------------------------------------------------------------------------
+
+def test_plot_draws_the_numbers_of_the_logs(folder):
+    """Each curve, converted back from pixels by the labels of the axes, next to its column."""
+    names = ['out', 'a & <b>']
+    for seed, name in enumerate(names):
+        run('train.py', *SMALL, f'--out_dir={name}', f'--seed={seed}', '--log_interval=1')
+    run('examples/plot.py', *names)
+    svg = '{http://www.w3.org/2000/svg}'
+    root = xml.etree.ElementTree.parse('losses.svg').getroot()
+    labels = {kind: [one for one in root.iter(f'{svg}text') if one.get('class') == kind] for kind in (
+        'run', 'x', 'y')}
+    assert [one.text for one in labels['run']] == names
+    axes = [np.polyfit([float(one.get(axis)) for one in labels[axis]],
+                       [float(one.text) for one in labels[axis]], 1) for axis in 'xy']
+    axes[1][1] += 4 * axes[1][0]  # a label's baseline is 4 pixels below its value
+    for column in 'loss', 'val_loss':
+        curves = [one for one in root.iter(f'{svg}polyline') if one.get('class') == column]
+        assert len({one.get('stroke') for one in curves}) == 2
+        for name, curve in zip(names, curves, strict=True):
+            pixels = np.array([point.split(',') for point in curve.get('points').split()], float)
+            found = [np.polyval(axis, values) for axis, values in zip(axes, pixels.T)]
+            rows = [row for row in common.log_rows(name) if row[column]]
+            assert len(rows) == {'loss': 10, 'val_loss': 2}[column]
+            assert found[0] * 1e6 == pytest.approx([int(row['tokens']) for row in rows], abs=1)
+            assert found[1] == pytest.approx([float(row[column]) for row in rows], abs=1e-3)
+    assert len([*root.iter(f'{svg}circle')]) == 4
