@@ -916,12 +916,15 @@ class Bins:
     def __init__(self, folder, split):
         self.vocab_size = None
         self.name = Path(folder, f'{split}.bin')
-        bins = sorted(Path(folder).glob('*.bin'))
         paths = [self.name] if self.name.exists() else [
-            path for path in bins if not column_of(path) and SPLIT_WORD.findall(path.stem)[-1:] == [split]]
+            path for path in sorted(Path(folder).glob('*.bin'))
+            if not column_of(path) and SPLIT_WORD.findall(path.stem)[-1:] == [split]]
         if not paths:
-            raise FileNotFoundError(f'{folder} is not prepared (no {split}.bin): run `python prepare.py` for '
-                                    'the default data, or `python prepare.py SOURCE`')
+            known = [f'{name}{kind and " --tokenizer="}{kind}' for name, source in SOURCES.items()
+                     for kind in ('', 'byte', 'char', 'bpe:6400')
+                     if output_folder('', source, kind or source.tokenizer or 'byte') == folder]
+            raise FileNotFoundError(f'{folder} is not prepared (no {split}.bin): run `python prepare.py '
+                                    f'{[*known, "SOURCE"][0]}`')
         self.meta = read_meta(folder)
         masked = any(path.with_suffix('.mask.bin').exists() for path in paths)
         types = {'.mask': 'uint8'} if masked else {}

@@ -1,7 +1,6 @@
 """Tests of model."""
 import contextlib
 import copy
-import importlib
 import itertools
 import math
 import subprocess
@@ -15,12 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixers
 import model as flat
-from lab import check
 from model import GPT, GPTConfig, flops_per_token, make_context
 from sample import load
 
 ROOT = Path(flat.__file__).resolve().parent
-formulas = importlib.import_module('formulas')  # lab/check.py has added its folder to the path
+HELPERS = 'lab/check.py', 'tests/formulas.py'  # a fork of the core may lack them
+check = None
+if all((ROOT / name).exists() for name in HELPERS):
+    from lab import check
+needs_check = pytest.mark.skipif(not check, reason=f'needs {", ".join(HELPERS)}')
 
 
 def near(a, b, tolerance=1e-4):
@@ -119,7 +121,10 @@ def same_start():
 def tiny(**options):
     """A model in which every weight matters, because none is zero or one."""
     torch.manual_seed(0)
-    return check.randomized(GPTConfig(**{**TINY, **options}))
+    model = GPT(GPTConfig(**{**TINY, **options}))
+    for w in model.state_dict().values():
+        w.copy_(w + 0.2 * torch.randn_like(w) if w.ndim < 2 else 0.3 * torch.randn_like(w))
+    return model.eval()
 
 
 def tokens(model, *shape):
@@ -130,6 +135,7 @@ def tokens(model, *shape):
     return idx
 
 
+@needs_check
 @pytest.mark.parametrize('options', [*GRID, *(dict(mlp=name) for name in flat.ACTIVATIONS)], ids=grid_name)
 def test_modules_equal_the_formulas_of_papers(options):
     config = small(**options)
@@ -154,6 +160,7 @@ def as_on_cuda(monkeypatch):
         *args, **{**options, 'static': True}))
 
 
+@needs_check
 @pytest.mark.parametrize('options', GRID, ids=grid_name)
 def test_cached_equals_uncached(options, monkeypatch):
     check.check_cache(small(**options))
@@ -163,6 +170,7 @@ def test_cached_equals_uncached(options, monkeypatch):
     check.check_cache(small(**options))
 
 
+@needs_check
 @pytest.mark.parametrize('options', [
     dict(n_kv_head=2, attn_sink=True, attn_softcap=3.0, attn_gate='head', norm_placement='sandwich'),
     dict(q_lora_rank=12, residual_lambdas=True, mtp=True, **MLA),
@@ -465,8 +473,7 @@ def test_an_option_that_was_removed_does_no_harm_unless_it_was_used(tmp_path):
 
 
 def test_training_on_long_sequences_equals_eager_attention():
-    model = check.randomized(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, vocab_size=61,
-                                       block_size=1100))
+    model = tiny(n_layer=1, n_kv_head=2, block_size=1100)
     idx = torch.randint(61, (1, 1100))
     logits = model(idx)
     near(logits, model(idx, weights=[]))
@@ -656,7 +663,7 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch):
     """CUDA's kernel limits the number of logits."""
     logits = torch.randn(2, 8, 61, requires_grad=True)
     targets = torch.randint(-1, 61, (2, 8))
-    losses = [formulas.cross_entropy(logits, targets)]
+    losses = [F.cross_entropy(logits.mT, targets, ignore_index=-1)]
     monkeypatch.setattr(flat, 'MOST_LOGITS', 200)
     kernel, sizes = F.cross_entropy, []
     monkeypatch.setattr(F, 'cross_entropy', lambda x, *args, **options: sizes.append(x.numel()) or kernel(

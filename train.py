@@ -325,7 +325,7 @@ def evaluate_splits(run, train_bins, val_bins, tokenizer):
     bits = f", {bpb:.4f} bits per byte" if bpb else ''
     print0(f"step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
            f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
-    return {'val_loss': val_loss, 'val_bpb': bpb} if count else {}
+    return {'train_loss': train_loss, 'val_loss': val_loss, 'val_bpb': bpb} if count else {}
 
 
 # optimizers -------------------------------------------------------------------------------------------------
@@ -865,8 +865,8 @@ def note(out_dir, **facts):
 
 
 LOG_FIELDS = {
-    'iter': 'd', 'tokens': 'd', 'epoch': '.4f', 'loss': '.6f', 'val_loss': '.6f', 'val_bpb': '.6f',
-    'lr': '.6e', 'grad_norm': '.5f', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
+    'iter': 'd', 'tokens': 'd', 'epoch': '.4f', 'loss': '.6f', 'train_loss': '.6f', 'val_loss': '.6f',
+    'val_bpb': '.6f', 'lr': '.6e', 'grad_norm': '.5f', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
     'mfu': '.4f', 'load_max': '.3f', 'skipped': 'd', 'wall_s': '.2f',
 }
 

@@ -8,6 +8,7 @@ import runpy
 import shutil
 import sys
 import types
+import xml.etree.ElementTree
 from pathlib import Path
 
 import common
@@ -17,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 FILES = {path.stem: str(path) for path in sorted((common.ROOT / 'examples').glob('*.py'))}
-EXAMPLES = [name for name in FILES if name not in (  # for prepare.py, sample.py
-    'pydoc_chat', 'beam_search', 'look_inside', 'speculation', 'typical_sampling', 'costs')]
+EXAMPLES = [name for name in FILES if name not in (  # for prepare.py, sample.py; scripts
+    'pydoc_chat', 'beam_search', 'look_inside', 'speculation', 'typical_sampling', 'costs', 'plot')]
 STANDARD = 'growing_length', 'label_smoothing', 'soap', 'weight_mean'  # the trained model is a usual one
 SMALL = [*common.TOY, '--n_layer=4', '--n_head=4', '--max_iters=10', '--eval_interval=5']
 each_example = pytest.mark.parametrize('name', EXAMPLES)
@@ -234,6 +235,25 @@ def test_fire():
     x = (c * (i[:, None] - i).clamp(min=0) + 1).log() / (c * i.clamp(min=L) + 1).log()[:, None]
     hidden = (x[..., None] * mixer.w_1 + mixer.b_1).clamp(min=0)
     near(y, attention(q, k, v, torch.einsum('ijn,hn->hij', hidden, mixer.w_2)))
+
+
+@torch.no_grad()
+def test_t5_bias():
+    """Next to transformers and a loop over distances."""
+    theirs = pytest.importorskip('transformers.models.t5.modeling_t5').T5Attention._relative_position_bucket
+    distances = torch.arange(300)
+    with imported('t5_bias') as found:
+        model, _ = random_model(mixer_pattern='T', pos='none', block_size=200)
+        mixer = model.h[1].attn
+        q, k, v, y = inside(mixer, model, torch.randint(1, 60, (1, 200)))
+        buckets = found['bucket_of'](distances).tolist()
+    assert buckets == theirs(-distances, bidirectional=False, num_buckets=32, max_distance=128).tolist()
+    assert buckets == [d if d < 16 else min(31, 16 + math.floor(16 * math.log(d / 16) / math.log(128 / 16)))
+                       for d in range(300)]
+    bias = torch.zeros(4, 200, 200)
+    for i, j in itertools.product(range(200), repeat=2):
+        bias[:, i, j] = mixer.table[buckets[max(i - j, 0)]]
+    near(y, attention(q, k, v, bias))
 
 
 @torch.no_grad()
@@ -471,3 +491,32 @@ def test_costs_compares_equal_results(capsys):
     with torch.enable_grad():
         found['attention']('naive', 64)
     assert re.fullmatch(r'naive attention, 64 tokens: \d+ ms, \d+ MB\n', capsys.readouterr().out)
+
+
+# plot.py ----------------------------------------------------------------------------------------------------
+
+def test_plot_draws_the_numbers_of_the_logs(folder):
+    """Each curve, converted back from pixels by the labels of the axes, next to its column."""
+    names = ['out', 'a & <b>']
+    for seed, name in enumerate(names):
+        run('train.py', *SMALL, f'--out_dir={name}', f'--seed={seed}', '--log_interval=1')
+    run('examples/plot.py', *names)
+    svg = '{http://www.w3.org/2000/svg}'
+    root = xml.etree.ElementTree.parse('losses.svg').getroot()
+    labels = {kind: [one for one in root.iter(f'{svg}text') if one.get('class') == kind] for kind in (
+        'run', 'x', 'y')}
+    assert [one.text for one in labels['run']] == names
+    axes = [np.polyfit([float(one.get(axis)) for one in labels[axis]],
+                       [float(one.text) for one in labels[axis]], 1) for axis in 'xy']
+    axes[1][1] += 4 * axes[1][0]  # a label's baseline is 4 pixels below its value
+    for column in 'loss', 'val_loss':
+        curves = [one for one in root.iter(f'{svg}polyline') if one.get('class') == column]
+        assert len({one.get('stroke') for one in curves}) == 2
+        for name, curve in zip(names, curves, strict=True):
+            pixels = np.array([point.split(',') for point in curve.get('points').split()], float)
+            found = [np.polyval(axis, values) for axis, values in zip(axes, pixels.T)]
+            rows = [row for row in common.log_rows(name) if row[column]]
+            assert len(rows) == {'loss': 10, 'val_loss': 2}[column]
+            assert found[0] * 1e6 == pytest.approx([int(row['tokens']) for row in rows], abs=1)
+            assert found[1] == pytest.approx([float(row[column]) for row in rows], abs=1e-3)
+    assert len([*root.iter(f'{svg}circle')]) == 4

@@ -24,11 +24,15 @@ from model import GPT, GPTConfig, num_params
 from sample import load
 
 
+def copy_core(folder, *more):
+    for name in ['model', 'train', 'sample', 'prepare', 'tokenizer', 'configurator', *more]:
+        shutil.copy(ROOT / f'{name}.py', folder)
+    shutil.copytree(ROOT / 'config', folder / 'config')
+
+
 def test_the_core_works_in_an_empty_folder(tmp_path):
     """With device=auto. One process runs all commands, because importing torch takes long."""
-    for name in ['model', 'train', 'sample', 'prepare', 'tokenizer', 'configurator']:
-        shutil.copy(ROOT / f'{name}.py', tmp_path)
-    shutil.copytree(ROOT / 'config', tmp_path / 'config')
+    copy_core(tmp_path)
     (tmp_path / 'my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
     (tmp_path / 'chats.jsonl').write_text('\n'.join(json.dumps({'messages': [
         {'role': 'user', 'content': f'What is {n}?'}, {'role': 'assistant', 'content': f'{n}.'}]})
@@ -51,6 +55,16 @@ for command in sys.argv[1:]:
     assert done.returncode == 0, done.stderr
     said = done.stdout.partition('chat/ckpt.pt: ')[2]
     assert '> What is 3?\n' in said and '> What is 4?\n' in said and 'not trained' not in said
+
+
+def test_the_models_tests_run_in_a_fork_of_the_core(tmp_path):
+    """They skip what needs lab/ and tests/. This runs those about caches."""
+    copy_core(tmp_path, 'mixers', 'test_model')
+    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-rs', '-k', 'cache', 'test_model.py'],
+                          cwd=tmp_path, capture_output=True, text=True, env=os.environ | {'PYTHONPATH': ''})
+    assert done.returncode == 0, done.stdout
+    passed, = re.findall(r'(\d+) passed, \d+ skipped', done.stdout)
+    assert int(passed) > 5 and 'needs lab/check.py, tests/formulas.py' in done.stdout
 
 
 def test_readme_lines_generate_from_python(base):
@@ -162,6 +176,15 @@ def test_every_config_builds_and_divides():
         config, _ = read_config(str(path))
         for ranks in (1, 2, 4, 8):
             flat_train.share_batch(config['gradient_accumulation_steps'], config['batch_size'], ranks)
+
+
+@pytest.mark.parametrize('args, command', [
+    (['config/small.py'], 'fineweb_edu'), (['config/shakespeare_char.py'], 'shakespeare --tokenizer=char'),
+    (['config/dial.py'], 'pystdlib --tokenizer=byte'), ([], 'pystdlib'), (['--dataset=nowhere'], 'SOURCE'),
+    (['config/minimind.py'], 'minimind --tokenizer=bpe:6400'), (['--dataset=minimind_sft'], 'minimind_sft')])
+def test_the_error_for_missing_data_has_the_command_that_prepares_them(args, command, folder):
+    with pytest.raises(FileNotFoundError, match=re.escape(f'run `python prepare.py {command}`')):
+        run('train.py', *(str(ROOT / arg) if arg.endswith('.py') else arg for arg in args))
 
 
 @pytest.mark.parametrize('command', [

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -449,3 +450,13 @@ def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
     assert tok.decode(tok.chat(CHATS[0])) == (
         f"<|im_start|>user\n{CHATS[0][0]['content']}<|im_end|>\n<|im_start|>assistant\n")
     assert json_tokenizer(str(tmp_path)).stop_tokens == (tok.eot, tok.special['<|im_end|>'])
+
+
+def test_the_missing_package_of_published_tokenizers_is_one_line(tmp_path, monkeypatch):
+    ours = JsonTokenizer(to_json(ByteTokenizer()))
+    save_tokenizer(ours, tmp_path)
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)
+    for function, given in (json_tokenizer, tmp_path), (tokenizer_from_state, ours.state()):
+        with pytest.raises(ImportError, match='^published models need tokenizers: pip install') as error:
+            function(given)
+        assert not error.value.name  # if an error has it, one_line_errors prints the traceback

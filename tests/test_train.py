@@ -468,6 +468,25 @@ def test_statistics_of_experts_leave_out_tokens_without_a_target(monkeypatch):
         assert counts.tolist() == chosen[learned.flatten()].flatten().bincount(minlength=4).tolist()
 
 
+def test_the_log_has_the_evaluated_training_loss(folder):
+    """eval_iters=5 evaluates one batch of evenly spread sequences to train on. An older log has no such
+    column."""
+    main = train('--out_dir=out', '--max_iters=10')
+    ids = torch.from_numpy(np.fromfile('data/toy/train.bin', '<u2').astype(np.int64))
+    idx = torch.stack([ids[16 * i:16 * i + 17] for i in (0, 187 // 4, 187 * 2 // 4, 187 * 3 // 4)])
+    logits = main['model'].eval()(idx[:, :-1])
+    losses = logits.logsumexp(-1) - logits.gather(-1, idx[:, 1:, None])[..., 0]
+    before = log_rows('out')
+    assert float(before[-1]['train_loss']) == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert [bool(row['train_loss']) for row in before] == [bool(row['val_loss']) for row in before]
+    older = [[text for name, text in row.items() if name != 'train_loss'] for row in before]
+    header = [name for name in before[0] if name != 'train_loss']
+    Path('out/log.csv').write_text('\r\n'.join(map(','.join, [header, *older, ''])), 'utf-8')
+    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=20')
+    after = log_rows('out')
+    assert after[:len(before)] == [row | {'train_loss': ''} for row in before] and after[-1]['train_loss']
+
+
 def test_tokens_are_counted_as_they_are_read(folder):
     train('--out_dir=out', '--max_iters=10')
     main = train('--out_dir=out', '--init_from=resume', '--block_size=8', '--epochs=2', '--log_interval=1')

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import UserError, reading
+from configurator import UserError, package, reading
 from tokenizer import CUT, EOT, MARK, Tokenizer, without_surrogates
 
 SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token'
@@ -72,8 +72,7 @@ class JsonTokenizer(Tokenizer):
 
 def library_tokenizer(source):
     """The text of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError unless it is BPE or Unigram."""
-    import tokenizers
-    tok = tokenizers.Tokenizer.from_str(source)
+    tok = package('tokenizers').Tokenizer.from_str(source)
     if (kind := type(tok.model).__name__) not in ('BPE', 'Unigram'):
         raise UserError(f'unsupported model {kind}: BPE and Unigram are supported')
     tok.no_truncation()
@@ -116,7 +115,6 @@ def json_object(path):
 
 def json_tokenizer(path):
     """The JsonTokenizer of a tokenizer.json or its folder, with the settings in the folder's other FILES."""
-    from tokenizers import AddedToken
     path = Path(path)
     files = {name: (path if path.is_dir() else path.parent) / name for name in FILES}
     if path.is_file():
@@ -134,7 +132,8 @@ def json_tokenizer(path):
     with reading(files['tokenizer.json']):
         source = files['tokenizer.json'].read_bytes().decode()  # bytes keep line ends
         library = library_tokenizer(source)
-        if more and library.add_tokens([AddedToken(**token) for token in more.values()]):
+        if more and library.add_tokens([
+                package('tokenizers').AddedToken(**token) for token in more.values()]):
             source = library.to_str()  # tokenizer.json lacked some of them
         return JsonTokenizer(source, config)
 
