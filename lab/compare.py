@@ -71,7 +71,7 @@ from prepare import Bins, data_folder, identity
 from train import UNFINISHED, lock_folder
 
 RUNS = 'out-compare'
-COUNTS = 'none', 'params', 'active_params', 'inner_params'  # of bench.py params
+COUNTS = 'none', 'params', 'active_params', 'inner_params'  # counts that bench.py params prints
 
 # variants ---------------------------------------------------------------------------------------------------
 

@@ -272,7 +272,7 @@ def documented_commands():
         for line in re.findall(rf'^[\s#$]*{shell}.*)$|`{shell}[^`]+)`', text, re.M):
             for command in re.split(' && |  #|  \\(', ''.join(line).replace('\n', ' ')):
                 match = re.fullmatch(r'(?:python|torchrun .*?) ?(\w\S+\.py)(.*)', command.strip())
-                if match and not re.search(r'\.\.|[A-Z]{4}|[$]|{\w|pytest|sine', command):
+                if match and not re.search(r'\.\.|[A-Z]{4}|[$]|{\w|pytest|sine|costs', command):
                     found.add((match[1], *shlex.split(match[2])))
     return sorted(found)
 
