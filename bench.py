@@ -145,7 +145,8 @@ def report(model, machine, times, tokens):
 
 
 def json_output(where):
-    """Opens the output for JSON before the measurement: stdout or the file in the setting json. Returns None without JSON."""
+    """Opens the output for JSON before the measurement: stdout, or the file in the setting json. Returns None
+    without JSON."""
     return sys.stdout if where is True else open(where, 'a', encoding='utf-8') if where else None
 
 

@@ -24,7 +24,7 @@ class Family(typing.NamedTuple):
     family.
     """
     arch: str                   # the class in transformers
-    fields: dict                # {GPTConfig's field: names in config.json}, where FIELDS does not fit; '': config.json has none
+    fields: dict                # {GPTConfig's field: names in config.json}, if FIELDS does not fit; '': none
     fixed: dict                 # values of fields that config.json lacks
     names: dict                 # our module or tensor: transformers' names, or a function of the
     #                             config. Names divide the rows in order. E is an expert's number.
@@ -984,7 +984,8 @@ def read_config(c):
 
 
 def fields_of(family):
-    """{GPTConfig's field: config.json's fields}. Writing uses the first name; reading uses the first name that config.json contains."""
+    """{GPTConfig's field: config.json's fields}. Writing uses the first name; reading uses the first name that
+    config.json contains."""
     usual = {ours: [name for name in family.defaults if name in theirs.split()]
              for ours, theirs in FIELDS.items()}
     changed = {ours: theirs.split() for ours, theirs in family.fields.items()}

@@ -75,7 +75,8 @@ def read_json(folder, name):
 
 
 def weight_names(folder):
-    """Names of the files with weights, or a pattern. If model.safetensors exists, ignores the index, which an earlier save may have left."""
+    """Names of the files with weights, or a pattern. If model.safetensors exists, ignores the index, which an
+    earlier save may have left."""
     if INDEX in (names := os.listdir(folder)) and 'model.safetensors' not in names:
         return sorted({*map(os.path.basename, read_json(folder, INDEX)['weight_map'].values())})
     return ['model*.safetensors']
