@@ -984,8 +984,8 @@ def read_config(c):
 
 
 def fields_of(family):
-    """{GPTConfig's field: config.json's fields}. Writing uses the first name; reading uses the first name that
-    config.json contains."""
+    """{GPTConfig's field: config.json's fields}. Writing uses the first name; reading uses the first name
+    that config.json contains."""
     usual = {ours: [name for name in family.defaults if name in theirs.split()]
              for ours, theirs in FIELDS.items()}
     changed = {ours: theirs.split() for ours, theirs in family.fields.items()}
