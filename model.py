@@ -1606,9 +1606,9 @@ def changed(config, longest=None, **changes):
 
 
 def try_tokens(model):
-    """Raises ArithmeticError if the loss of the first tokens is not finite or does not depend on a parameter,
-    or if their logits change when a cache holds the tokens before, followed by padding, or when another
-    document precedes."""
+    """Raises ArithmeticError if the loss of the first tokens is not finite, or does not depend on some
+    parameter. Also raises it if the logits change when a cache holds the earlier tokens and padding follows
+    them, or when another document precedes."""
     config = model.config
     idx = torch.arange(min(6, config.block_size), device=model.wte.weight.device)[None] % config.vocab_size
     with torch.random.fork_rng(devices=[]):

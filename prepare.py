@@ -617,7 +617,7 @@ def end_of_content(render, messages, n, text, start):
     content = messages[n]['content'].strip()
     calls = messages[n].get('tool_calls')
     said = -1 if calls else text.find(content, start)
-    if said < 0:  # see where it shows
+    if said < 0:  # find the place by changing the message
         content = ''
         change = {'tool_calls': [call | {'function': {'name': MARK, 'arguments': {}}} for call in calls]
                   } if calls else {'content': MARK}

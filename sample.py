@@ -405,7 +405,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         seen.scatter_(2, fed[:, None].to(sampling_device), True)
         return run_step(model, fed, cache, noise[:, None], seen, sampling)
 
-    ahead = None  # tokens (B, 1) drawn after unread tokens
+    ahead = None  # the next tokens (B, 1), drawn before the host has read the previous ones
     while True:
         drawn = ahead
         if ahead is None:

@@ -1,6 +1,6 @@
 """
 Prints what choices cost on this machine: naive and flash attention, RMSNorm and LayerNorm, and generating
-with and without a KV cache. It takes one or two minutes: python examples/costs.py
+with and without a KV cache. It takes about two minutes, and needs Linux: python examples/costs.py
 """
 import math
 import resource

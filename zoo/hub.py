@@ -233,8 +233,8 @@ def tokenizer_files(tokenizer, model):
 
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
     """Writes a folder for transformers. tokenizer: may be None. dtype: None: the model's. family: a
-    key of FAMILIES; None: the model's, or the first that fits. Raises UserError if the
-    family computes something else or the folder is not empty, OSError or SafetensorError if writing
+    key of FAMILIES; None: the model's, or the first that fits. Raises UserError if the family cannot
+    compute what the model computes or the folder is not empty, OSError or SafetensorError if writing
     fails. Errors leave the folder unchanged."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
