@@ -1613,14 +1613,12 @@ def try_tokens(model):
     idx = torch.arange(min(6, config.block_size), device=model.wte.weight.device)[None] % config.vocab_size
     with torch.random.fork_rng(devices=[]):
         loss, aux = model(idx, idx)
-        trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-        losses = [loss, *(x for x in aux.values() if x.requires_grad)]
-        grads = torch.autograd.grad(losses, trained.values(), allow_unused=True)
+        used = parameters_of([x for x in (loss, *aux.values()) if x.requires_grad])
         # zeros would hide what the layers compute
         weights = {name: torch.randn_like(w) / 8 for name, w in model.named_parameters() if not w.any()}
     if not loss.isfinite():
         raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
-    if unused := [name for name, grad in zip(trained, grads) if grad is None]:
+    if unused := [name for name, w in model.named_parameters() if w.requires_grad and w not in used]:
         raise ArithmeticError(f"the loss does not depend on {', '.join(unused)}")
     if not all(getattr(part, 'causal', True) for part in model.modules()):
         return
@@ -1642,6 +1640,16 @@ def try_tokens(model):
         if (torch.cat(parts, dim=1) - whole).norm() > 0.01 * whole.norm():
             raise ArithmeticError(f"logits change when {way}: see ForwardContext")
     model.train(training)
+
+
+def parameters_of(losses):
+    """The parameters on which losses depend. Computes no gradients, which could exceed the memory."""
+    nodes = {x.grad_fn for x in losses}
+    new = nodes
+    while new:
+        new = {node for parent in new for node, _ in parent.next_functions if node} - nodes
+        nodes |= new
+    return {node.variable for node in nodes if hasattr(node, 'variable')}
 
 
 def collect_tags(model):
