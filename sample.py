@@ -387,8 +387,9 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     n_rows = len(prompts[:batch_size])
     is_new = cache is None
     if is_new:
-        # a compiled step serves only one size
-        size = round_up(max(map(len, prompts)) + max_new_tokens, 512 if compile else 64)
+        # a compiled step serves only one size; for many rows, large steps would waste memory
+        step_size = 512 if compile and n_rows <= 4 else 64
+        size = round_up(max(map(len, prompts)) + max_new_tokens, step_size)
         cache = model.make_cache(n_rows, min(size, model.config.block_size), compile)
     size = cache.max_len
     run_step = compile_step(model, cache) if compile else step
