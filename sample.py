@@ -49,9 +49,10 @@ batch_size = 64             # samples at once [>= 1] [<= 1000000] [if not chat o
 output = ''                 # a file to create, with one JSON line per sample [if not chat or start != '\n']
 stop: str | list[str] | None = None  # texts that end a sample
 # conversation
-chat = False                # answer typed questions, or those in start
-# conversations [if chat]
+chat = False                # answer typed questions, or those in start; a base model continues typed texts
+# conversations [if chat and chat_template]
 system = ''                 # the system message
+history: int | None = None  # earlier questions that the model sees [>= 0]; None: all that fit
 thinking: bool | None = None  # None: the chat template decides
 # sampling: arguments of sample_token
 temperature = 0.8           # 0: always the most likely token [== 0 or temperature >= 1e-20]
@@ -520,7 +521,10 @@ def complete(*args, **options):
 # conversations ----------------------------------------------------------------------------------------------
 
 def chat_ids(model, tokenizer, messages, thinking):
-    """The ids of messages, after the model's document_token, if any."""
+    """The ids of messages, after the model's document_token, if any. Without a chat template, the ids of the
+    last message."""
+    if not tokenizer.chat_template:
+        return tokenizer.encode(messages[-1]['content'])
     ids = tokenizer.chat(messages, thinking=thinking)
     first = model.config.document_token
     if first is not None and ids[:1] != [first]:
@@ -533,10 +537,12 @@ class Chat:
 
     cache = None  # None during an answer
 
-    def __init__(self, model, tokenizer, system='', thinking=None, max_new_tokens=500, **options):
+    def __init__(self, model, tokenizer, system='', thinking=None, max_new_tokens=500, history=None,
+                 **options):
         self.model = model
         self.tokenizer = tokenizer
         self.system = system
+        self.history = history if tokenizer.chat_template else 0
         self.thinking = thinking
         self.max_new_tokens = max_new_tokens
         self.options = options
@@ -582,6 +588,8 @@ class Chat:
         messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
         room = min(self.max_new_tokens, size // 2)
         first = bool(self.system)
+        if self.history is not None:
+            del messages[first:-1 - 2 * self.history]
         while (len(ids := chat_ids(self.model, self.tokenizer, messages, self.thinking)) + room > size
                and len(messages) > first + 1):
             print(f"(the context of {size} tokens is full: the oldest question and its answer are forgotten)")
@@ -640,12 +648,12 @@ if __name__ == '__main__':
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, checkpoint = load(init_from, out_dir, machine.device, machine.dtype,
                                         int8=quantize == 'int8', **changes)
-    check_effects(settings, config | vars(model.config), globals())
     if tokenizer is None:
         raise UserError(checkpoint['no_tokenizer'])
+    template = {'chat_template': tokenizer.chat_template}
+    check_effects(settings, config | vars(model.config) | template, globals())
     if chat and not tokenizer.chat_template:
-        raise UserError("--chat needs a model trained on conversations, as by config/chat.py: leave it out "
-                        "to continue a text")
+        print("the model was not trained on conversations, so it continues each text")
     if start == '\n' and start not in getattr(tokenizer, 'chars', start):
         prompts = tokenizer.chars[:1]
     model.eval()
@@ -656,7 +664,7 @@ if __name__ == '__main__':
                if name in config}
     options |= {'stop': stop}
     del options['max_new_tokens']
-    conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, **options)
+    conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, history, **options)
     if not prompts:
         converse(conversation)
         sys.exit()

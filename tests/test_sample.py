@@ -264,6 +264,28 @@ def test_history_is_kept_within_the_context():
         chat.answer('a' * 150)
 
 
+@pytest.mark.parametrize('history', [0, 1])
+@pytest.mark.parametrize('system', ['', 'Be short.'])
+def test_a_limit_on_history_forgets_the_oldest_turns(history, system):
+    chat = new_chat(chat_model(), system=system, history=history)
+    for i in range(4):
+        messages, _ = chat.prompt(f"question {i}")
+        assert [m['content'] for m in messages if m['role'] == 'user'] == [
+            f"question {j}" for j in range(max(0, i - history), i + 1)]
+        assert [m['content'] for m in messages if m['role'] == 'system'] == [system] * bool(system)
+        chat.answer(f"question {i}")
+
+
+def test_a_base_model_continues_each_typed_text(monkeypatch, capsys):
+    tok, model = make_tokenizer('byte'), chat_model()
+    monkeypatch.setattr('builtins.input', unittest.mock.Mock(side_effect=['Hi', 'Once', 'x' * 600, EOFError()]))
+    flat_sample.converse(new_chat(model, tokenizer=tok, system=''))
+    out = capsys.readouterr().out
+    for prompt in 'Hi', 'Once':
+        assert tok.decode(by_hand(model, tok.encode(prompt), 8, temperature=0)) + '\n' in out
+    assert 'forgotten' not in out and 'ask a shorter one' in out
+
+
 @pytest.mark.parametrize('variant', [{}, DELTA])
 @pytest.mark.parametrize('calls', [1, 5])
 def test_an_answer_may_be_interrupted_anywhere(variant, calls):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from common import EVAL, ROOT, TOY, dequantized, made, run, train
 from test_examples import fresh_modules
-from test_sample import byte_chat_tokenizer, chat_model, from_nothing, new_chat
+from test_sample import by_hand, byte_chat_tokenizer, chat_model, from_nothing, new_chat
 
 import sample as flat_sample
 import train as flat_train
@@ -139,8 +139,12 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert all(f"> {question}\n{answer}\n---" in out for question, answer in answers.items())
     torch.save({**state, 'masked': False}, 'out/ckpt.pt')  # a run on text with the same tokenizer
-    with pytest.raises(ValueError, match='trained on conversations'):
+    with pytest.raises(ValueError, match='--system has no effect: it needs chat and chat_template'):
         run('sample.py', *common)
+    common.remove('--system=Be short.')
+    run('sample.py', *common, '--start=Hi')
+    text = byte_chat_tokenizer().decode(by_hand(model, [*b'Hi'], 8, temperature=0))
+    assert f"> Hi\n{text}\n---" in capsys.readouterr().out
 
 
 def read_config(*argv):
