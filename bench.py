@@ -145,8 +145,7 @@ def report(model, machine, times, tokens):
 
 
 def json_output(where):
-    """Opens the output for JSON before the measurement: stdout, or the file in the setting json. Returns None
-    without JSON."""
+    """Opens the output for JSON before the measurement: stdout, or the file in the setting json."""
     return sys.stdout if where is True else open(where, 'a', encoding='utf-8') if where else None
 
 
@@ -159,8 +158,7 @@ def print_json(file, **numbers):
 # models -----------------------------------------------------------------------------------------------------
 
 def named_model(config, model_args, device, dtype=torch.float32):
-    """Loads a checkpoint to the CPU, or makes a model on the device. A prepared dataset sets the
-    new model's vocabulary, unless model_args does."""
+    """Loads a checkpoint to the CPU, or makes a model on the device."""
     if config['init_from'] != 'scratch':
         return train.load_to_train(config['init_from'], 'out', model_args, dtype=dtype)[0]
     folder = data_folder(config['dataset'])
@@ -175,7 +173,7 @@ def named_model(config, model_args, device, dtype=torch.float32):
 
 def cache_bytes(model, lengths, dtype):
     """{length: bytes of the KV cache and states of one sequence of so many tokens}, without the slot for
-    padding and without allocating them."""
+    padding."""
     config = dataclasses.replace(model.config, block_size=max(lengths))  # a cache cannot be longer
     with torch.device('meta'):
         model = GPT(config)
@@ -272,7 +270,7 @@ def by_module(model):
 
 
 def print_counts(title, heads, counts, texts):
-    """Prints one row per name: its texts, counts and shares of the sum. Returns the sums."""
+    """Prints one row per name: its texts, counts and shares of the sum."""
     def total(pattern):
         return [sum(column) for column in zip(*(
             numbers for name, numbers in counts.items() if re.search(pattern, name)))]
@@ -287,7 +285,7 @@ def print_counts(title, heads, counts, texts):
 
 
 def print_parameters(model, title, params, mixer=None):
-    """Prints one row per projection, and per product without weights. params: (name, parameter) pairs."""
+    """Prints one row per projection, and per product without weights."""
     counts = {}
     texts = {}
     length = model.config.block_size
@@ -325,8 +323,7 @@ def print_parameters(model, title, params, mixer=None):
 # how fast ---------------------------------------------------------------------------------------------------
 
 def our_step(model, forward, batch, machine, config):
-    """Two functions of train.py: one computes a micro-batch's gradients, the other updates
-    weights."""
+    """Two functions: one computes a micro-batch's gradients, the other updates weights."""
     run = train.Run(model, train.config | config, machine)
     run.forward = forward
     row = {}

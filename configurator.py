@@ -12,8 +12,8 @@ Its type is its annotation, or the type of its default. Brackets in its remark a
     [if condition]  unless it holds, the flag has no effect and raises an error. In a comment above
                     settings, the rule applies up to the next comment
     [fixed], [length], [changeable], [random] and [training] are marks that docs/design.md explains
-configure reads settings from source text, because imports are slow. use_parts explains what else a
-config file may define. Helpers in a config file begin with _ or are in upper case.
+configure reads settings from source text, because imports are slow. Helpers in a config file begin with _
+or are in upper case.
 """
 import ast
 import builtins
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class UserError(ValueError):
-    """An error that the user of a script can correct: one_line_errors prints its message in one line."""
+    """An error that the user of a script can correct."""
 
 
 def print0(*values):
@@ -75,8 +75,7 @@ SETTING = re.compile(r'''
 
 
 def declared(path):
-    """Returns {name: Setting} of a script or of GPTConfig. Raises UserError for a setting that is
-    not written in one line."""
+    """Returns {name: Setting} of a script or of GPTConfig."""
     text = re.sub(r'""".*?"""', '', path.read_text('utf-8'), flags=re.S)
     fields = text.partition('class GPTConfig:')[2].partition('\n    def ')[0]
     text = textwrap.dedent(fields) or re.split(r'^(?:.* = )?configure\(', text, flags=re.M)[0]
@@ -106,8 +105,7 @@ def marked(path, mark):
 
 
 def fit(value, kinds):
-    """Converts a value, or the Python literal in a text, to one of these types; 1e6 can become an
-    int. Raises UserError."""
+    """Converts a value, or the Python literal in a text, to one of these types; 1e6 can become an int."""
     if isinstance(value, str):
         spelled = {'true': 'True', 'false': 'False'}.get(value, value)
         with contextlib.suppress(ValueError, SyntaxError, OverflowError):
@@ -128,7 +126,7 @@ TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True 
 
 
 def checked(origin, name, value, known):
-    """Converts a setting's value. origin: file or flag. Raises UserError."""
+    """Converts a setting's value. origin: file or flag."""
     if name not in known:
         near = [full for full in known if full.startswith(name)] or difflib.get_close_matches(name, known)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
@@ -185,9 +183,9 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     """Overrides a script's settings by config files and flags, and prints them.
 
     settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
-    number of plain words allowed. argv: replaces the script's command line. default_file: used if the
-    command names no model and no config file outside of examples/. tune_file: instead, if it names a
-    model. texts: .py files outside of config/ and examples/ are words.
+    number of plain words allowed. default_file: used if the command names no model and no config file
+    outside of examples/. tune_file: used instead if the command names a model. texts: .py files outside of
+    config/ and examples/ are words.
     Raises UserError for unknown settings and wrong types.
     """
     launched = settings['__name__'] == '__main__'
@@ -248,7 +246,7 @@ def is_example(arg):
 
 
 def replaced_names(file):
-    """What a config file has replaced in model.py: names like 'model.make_block' and 'GPT.loss'."""
+    """What a config file has replaced in model.py."""
     model = sys.modules.get('model')
     places = [model, model.GPT] if hasattr(model, 'GPT') else []
     return [f'{place.__name__}.{name}' for place in places for name, value in vars(place).items()
@@ -258,7 +256,7 @@ def replaced_names(file):
 def use_parts(settings, script):
     """Extends the script's tables by tables of config files. Calls the function patch(script) of config files
     with the script's module, in which it may replace functions and classes. script: its globals(). Returns
-    the names. Raises UserError if two files replace the same name, or for a name that no script has."""
+    the names of what changes."""
     replaced = [*settings.replaced]
     tables = {}
     code = ''.join(path.read_text('utf-8') for path in ROOT.glob('*.py'))
@@ -287,8 +285,7 @@ def use_parts(settings, script):
 
 
 def unmet(rules, tables, values):
-    """The first [if ...] condition that does not hold, or None. Conditions may use the names in values and
-    tables."""
+    """The first [if ...] condition that does not hold, or None."""
     for rule in rules:
         if rule.startswith('if ') and not eval(rule[3:], tables, values):
             return rule[3:]
@@ -296,8 +293,7 @@ def unmet(rules, tables, values):
 
 
 def check_values(settings, values, tables):
-    """Raises UserError if a given value breaks a rule. settings: from configure. tables: the script's
-    globals()."""
+    """Raises UserError if a given value breaks a rule. tables: the script's globals()."""
     for name in filter(values.__contains__, reversed(settings.given)):  # flags first
         for rule in settings.known[name].rules:
             given = values[name] if isinstance(values[name], list) else [values[name]]
@@ -309,8 +305,7 @@ def check_values(settings, values, tables):
 
 
 def check_effects(settings, values, tables):
-    """Raises UserError if a flag has no effect, unless it gives the default. Config files may
-    serve several runs."""
+    """Raises UserError if a flag has no effect, unless it gives the default."""
     for name in filter(values.__contains__, reversed(settings.given)):  # flags first
         setting = settings.known[name]
         if settings.given[name] == 'flags' and values[name] != setting.default and (
@@ -372,12 +367,8 @@ def one_line_errors(kind, error, trace):
 # the machine ------------------------------------------------------------------------------------------------
 
 def runtime(device, dtype, seed=1337, bound_by_memory=False):
-    """Chooses device and dtype, and seeds torch.
-
-    dtype: float32, bfloat16, float16 (only on CUDA, needs a scaler) or auto. bound_by_memory: whether
-    reading weights takes longest. Returns device, device_type, dtype (torch's) and autocast, which
-    returns a context. Raises UserError if the device or dtype is not available.
-    """
+    """Chooses device and dtype, and seeds torch. bound_by_memory: whether reading weights takes longest.
+    Raises UserError if the device or dtype is not available."""
     import torch
     device = choose_device(device)
     kind = device.partition(':')[0]
@@ -412,7 +403,7 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
 
 
 def torch_dtype(name):
-    """torch's dtype for a setting. Raises UserError."""
+    """torch's dtype for a setting."""
     import torch
     if name not in ('float32', 'bfloat16', 'float16'):
         raise UserError(f"dtype={name} is not supported: choose float32, bfloat16, float16 or auto")
@@ -420,8 +411,7 @@ def torch_dtype(name):
 
 
 def choose_device(device):
-    """Resolves 'auto', and gives each rank of torchrun its own GPU. Raises UserError if the device is not
-    available."""
+    """Resolves 'auto', and gives each rank of torchrun its own GPU."""
     import torch
     if device == 'auto':
         # without the argument, this is what torch was built for
@@ -488,7 +478,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(name):
-    """The entry of PEAK_TFLOPS for a device, or None."""
+    """The entry of PEAK_TFLOPS for a device."""
     return next((value for words, value in PEAK_TFLOPS.items() if re.search(rf'\b{words}\b', name)), None)
 
 

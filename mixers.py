@@ -66,7 +66,6 @@ class VariantAttention(Attention):
         return self.c_proj(y.flatten(2))
 
     def rotated(self, y, norm, rope):
-        """Queries or keys (B, T, heads D) -> (B, heads, T, D), normalised and rotated"""
         kind = self.config.qk_norm
         if kind == 'whole':
             y = norm(y)
@@ -185,8 +184,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
 
         S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t
 
-    This is equation 10 of arXiv:2412.06464, computed in chunks (section 3.3): the corrections within a chunk
-    solve a triangular system. Everything is float32.
+    This is equation 10 of arXiv:2412.06464, computed in chunks (section 3.3). Everything is float32.
 
     q, k (B, heads, T, keys); v (B, heads, T, values); beta (B, heads, T, 1); state (B, heads, keys, values)
     decay: at most 0, (B, heads, T, 1), or (B, heads, T, keys) for a decay per channel
@@ -261,9 +259,8 @@ def decayed_scores(q, k, total):
 
 
 def recur(mixer, rule, q, k, v, decay, beta, context):
-    """Calls rule, such as gated_delta_rule, with the last of mixer.states, and keeps the new state. Padding
-    does not change it. q, k, v (B, heads, T, width), decay (B, T, heads, 1 or keys), beta (B, T, heads) ->
-    (B, T, heads, values)"""
+    """Calls rule, such as gated_delta_rule, with the last of mixer.states, and keeps the new state. q, k, v
+    (B, heads, T, width), decay (B, T, heads, 1 or keys), beta (B, T, heads) -> (B, T, heads, values)"""
     is_token = context.is_token()
     if is_token is not None:
         beta = beta * is_token[..., None]
@@ -279,7 +276,7 @@ def recur(mixer, rule, q, k, v, decay, beta, context):
 
 
 class GatedDeltaNet(Mixer):
-    """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next."""
+    """Linear attention by gated_delta_rule, as in Qwen3-Next."""
 
     documents = corrects = True
 
@@ -444,8 +441,8 @@ class KimiDeltaAttention(GatedDeltaNet):
 # multi-token prediction -------------------------------------------------------------------------------------
 
 class MultiTokenPrediction(nn.Module):
-    """A layer like the last one. It predicts the token after the next from the output of the last block and
-    the embedding of the next token (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+    """A layer that predicts the token after the next from the output of the last block and the embedding of
+    the next token (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
 
     def __init__(self, config):
         super().__init__()

@@ -1,9 +1,9 @@
 """
 A modern decoder-only language model, in four parts.
 
-    I    the decoder, a whole Qwen3: settings, linear layers, norm, rotation, attention, MLP, block, GPT
+    I    the decoder, a whole Qwen3
     II   cache, masks, attention kernels
-    III  experts, and variants: activations, rotary scalings, positions, norm placements
+    III  experts and variants
     IV   validation and accounting
 
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
@@ -13,8 +13,8 @@ A modern decoder-only language model, in four parts.
     cache = model.make_cache(B, max_len)
     logits = model(idx, cache=cache, keep=1)     # logits of only the last token
 
-Further layers are in mixers.py and zoo/weights.py (adapters, int8). Shapes in comments: B batch
-rows, T new tokens, S tokens to attend to, C = n_embd, H query heads, K key/value heads, D = head_dim.
+Shapes in comments: B batch rows, T new tokens, S tokens to attend to, C = n_embd, H query heads,
+K key/value heads, D = head_dim.
 """
 import contextlib
 import copy
@@ -147,10 +147,10 @@ class GPTConfig:
     mtp: bool = False                # a further layer predicts the token after the next [training]
 
     def __post_init__(self):
-        complete(self)  # part IV
+        complete(self)
 
     def at(self, layer):
-        """The config of a layer. A layer with a window has the values in `local`."""
+        """A layer with a window has the values in `local`."""
         if not self.local or self.window_of(layer) is None:
             return self
         return dataclasses.replace(self, **self.local, local=None)
@@ -163,7 +163,6 @@ class GPTConfig:
         return self.window if has_window and MIXERS[self.mixer_of(layer)].can_slide else None
 
     def mlp_of(self, layer):
-        """E: experts, D: a dense MLP, N: none."""
         kind = letter(self.expert_pattern, layer)
         is_dense = self.n_expert is None or layer < self.n_dense_layer
         return 'D' if is_dense and issubclass(MLPS[kind] or MLP, MoE) else kind
@@ -292,8 +291,7 @@ class Norm(nn.Module):
 
 def rope_table(kind, position_ids, length):
     """(cos, sin) at position_ids (1 or B, T), each (1 or B, 1, T, width / 2) float32. Position p rotates pair
-    i by p * base^(-2i / width) (arXiv:2104.09864, equation 15). kind: a rope_kind;
-    length: block_size."""
+    i by p * base^(-2i / width) (arXiv:2104.09864, equation 15)."""
     base, width, scaling = kind
     pair = torch.arange(0, width, 2, device=position_ids.device)
     freq = 1.0 / base ** (pair / width)
@@ -324,8 +322,8 @@ def rotate(x, rope):
 class Mixer(nn.Module):
     """A layer that mixes the tokens of a row. The docstring of ForwardContext is its contract."""
 
-    slots = None                              # what the cache keeps per token
-    states = ()                               # what the cache keeps per row
+    slots = None
+    states = ()
     mask_kind = rope_kind = window = None
     documents = can_slide = False
 
@@ -430,7 +428,7 @@ MIXERS = {  # letter in mixer_pattern: class; mixers.py adds others
 class MLP(nn.Module):
     """x (..., C) -> (..., C): down(act(up(x))), or down(act(gate(x), up(x))) if gated."""
 
-    causal = True  # whether the result for a token is independent of later tokens; also the default
+    causal = True  # whether the result for a token is independent of later tokens
 
     def __init__(self, config, layer, width=None):
         super().__init__()
@@ -447,7 +445,7 @@ class Block(nn.Module):
     """A mixer and an MLP or experts, each on a branch of the residual stream."""
 
     # whether a subclass with its own forward supports norm_placement, residual_scale, layer_scalar and layers
-    # without an MLP, for instance because it calls super().forward
+    # without an MLP
     supports_variants = False
 
     def __init__(self, config, layer):
@@ -479,11 +477,9 @@ class Block(nn.Module):
         return after if self.scalar is None else after * self.scalar
 
     def norm(self, place, x):
-        """x, after the norm at this place, if any: see NORM_PLACEMENTS"""
         return getattr(self, self.norms[place])(x) if place in self.norms else x
 
     def branch(self, y):
-        """What is added to the residual stream."""
         y = F.dropout(y, self.p, self.training)
         return y if self.scale == 1 else y * self.scale
 
@@ -565,12 +561,11 @@ class GPT(nn.Module):
         x = self.ln_embd(x)
         if context.dtype is torch.bfloat16:
             x = x.bfloat16()
-        elif x.dtype is torch.float16:  # in which the residual stream could overflow
+        elif x.dtype is torch.float16:  # the residual stream could overflow
             x = x.float()
         return F.dropout(x, config.dropout, self.training)
 
     def blocks(self, x0, context):
-        """x0 (B, T, C) -> the output of the last block, (B, T, C)"""
         x = x0
         for i, block in enumerate(self.h):
             if self.config.residual_lambdas:
@@ -599,8 +594,8 @@ class GPT(nn.Module):
         return getattr(self.wte, 'scale', w).dtype  # int8: the dtype of the scales
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
-        """An empty Cache. static: for a compiled step. rolling: layers with a window keep only
-        the tokens in it, which limits rewind."""
+        """static: for a compiled step. rolling: layers with a window keep only the tokens in it, which
+        limits rewind."""
         return Cache(self, batch_size, max_len, static, rolling)
 
 
@@ -647,9 +642,9 @@ class ForwardContext:
     # flex             whether to use flex_attention where a mask or a score needs it
     # dtype            dtype of matmuls
     # learned          (B, T) bool, whether a token has a target; None without targets
-    # weights          None, or a list that collects attention weights, (B, H, T, S)
+    # weights          see GPT.forward
     # routing          None, or a list that collects (module, balance, z, load) of experts
-    # handed           layer -> what it passes to later layers
+    # handed           see above
 
     def __init__(self, **values):
         self.handed = {}  # no dataclass: FSDP would copy it for each block
@@ -753,8 +748,6 @@ class Cache:
         return min(window, self.max_len) if self.rolling and window else self.max_len
 
     def append(self, mixer, context, *new):
-        """Stores new tensors (B, heads, T, width). Returns tensors to attend to,
-        (B, heads, S, width)."""
         slots = self.slots[mixer.number]
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
@@ -776,14 +769,14 @@ class Cache:
         column = torch.arange(T, device=self.length.device)
         row = torch.arange(len(self.length), device=self.length.device)
         end = T if context.lengths is None else context.lengths[:, None]
-        is_stored = (column < end) & (column >= end - n_slots)  # the last n_slots, without padding
+        is_stored = (column < end) & (column >= end - n_slots)
         slot = (context.positions % n_slots).where(is_stored, n_slots)
         for old, add in zip(slots, new):
             old[row[:, None], :, slot] = add.transpose(1, 2).to(old.dtype)
 
     def key_positions(self, window, positions):
         """Positions (1 or B, S) of the keys that append returns in a layer with this window. Empty
-        slots of a rolling cache have -1. positions (1 or B, T): positions of the new tokens."""
+        slots of a rolling cache have -1."""
         n_slots = self.n_slots(window)
         T = positions.shape[1]
         slot = torch.arange(n_slots, device=positions.device)[None]
@@ -796,7 +789,7 @@ class Cache:
         return torch.cat((held[:, :self.longest], positions), dim=1)
 
     def positions(self, T, lengths):
-        """Positions of the next T tokens, (1 or B, T). Raises ValueError if they do not fit."""
+        """Positions of the next T tokens, (1 or B, T)."""
         if lengths is not None or not self.static:
             longest = self.longest + T if lengths is None else int((self.length + lengths).max())
             if longest > self.max_len:
@@ -833,7 +826,6 @@ class Cache:
         self._recount()
 
     def like(self, batch_size):
-        """An empty cache with another number of rows."""
         other = copy.copy(self)
         other.select([0] * batch_size)
         other.reset()
@@ -851,12 +843,11 @@ class Cache:
             self.same_length = int(self.length.min()) == self.longest
 
     def tensors(self):
-        """All tensors that a step changes"""
         return [tensor for tensor in tree_leaves(vars(self)) if torch.is_tensor(tensor)]
 
 
 def last_tokens(x, keep, lengths):
-    """x (B, T, ...) -> (B, keep, ...): the last tokens of each row; all if keep is None."""
+    """x (B, T, ...) -> (B, keep, ...): the last tokens of each row."""
     if keep is None:
         return x
     if lengths is None:
@@ -889,8 +880,7 @@ class Mask:
 
 
 def make_mask(model, context, window, has_alibi, in_chunks):
-    """The Mask of a mask_kind. window: tokens that the layers' cache keeps. in_chunks: a query sees only its
-    chunk of `window` tokens."""
+    """The Mask of a mask_kind. window: tokens that the layers' cache keeps."""
     config = model.config
     positions = context.positions
     cache = context.cache
@@ -975,13 +965,9 @@ ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def sdpa_plan(device, dtype, fits_flash, is_causal):
-    """How to call scaled_dot_product_attention. fits_flash: keys and values have the same width, at most 256.
-    Returns
-
-    - how a group of query heads shares a key head. 'rows': the heads become rows of one product. 'repeat':
-      each head gets a copy of the keys. 'gqa': the kernel shares them
-    - whether to allow cuDNN. It is the fastest in training, but it plans slowly for each new shape, and its
-      results with masks were wrong (pytorch issues 196678, 193893)"""
+    """How query heads share a key head in scaled_dot_product_attention, and whether to allow cuDNN. cuDNN is
+    the fastest in training, but it plans slowly for each new shape, and its results with masks were wrong
+    (pytorch issues 196678, 193893)."""
     use_cudnn = device != 'cuda' or is_causal and torch.is_grad_enabled()
     if not is_causal:
         return 'rows', use_cudnn
@@ -999,8 +985,7 @@ def use_flex(model, idx):
 
 
 def flex_mask(first, slopes):
-    """(block mask, slopes) for flexible_attention. first (1 or B, T): first key that each query sees.
-    slopes: (H,), for ALiBi, or None."""
+    """(block mask, slopes) for flexible_attention. first (1 or B, T): first key that each query sees."""
     from torch.nn.attention.flex_attention import create_block_mask
     rows, T = first.shape
 
@@ -1033,11 +1018,8 @@ def flexible_attention(mixer, q, k, v, block_mask, slopes):
 
 
 def eager_attention(mixer, q, k, v, mask, weights=None, few=False):
-    """`attend` in plain torch, in blocks of queries. It is for
-
-    - softcap, sink and returned weights, which no kernel supports
-    - windows on CPUs, and training there if sequences are short: see make_context
-    - `few` queries in a compiled step, where it is faster than SDPA"""
+    """`attend` in plain torch, in blocks of queries. few: for few queries in a compiled step, where it is
+    faster than SDPA."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     q = q * mixer.scale
@@ -1171,7 +1153,7 @@ def loop_over_experts(product, x, offsets, *weights):
 
 
 class Experts(nn.Module):
-    """An MLP per expert: (n, C) -> (n, C), with x and offsets as in GroupedLinear."""
+    """An MLP per expert: (n, C) -> (n, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -1189,14 +1171,14 @@ class Experts(nn.Module):
 
 ROUTERS = {
     # name: (logits -> log scores of the experts, scores in a group -> score of the group)
-    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
-    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),         # DeepSeek-V3
+    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),
+    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),
 }
 
 
 class MoE(nn.Module):
     """Mixture of experts: each token passes through the n_expert_active experts with the highest router
-    scores (arXiv:1701.06538) and through the shared experts (arXiv:2401.06066)."""
+    scores and through the shared experts."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -1213,7 +1195,6 @@ class MoE(nn.Module):
         self.register_buffer('expert_bias', torch.zeros(config.n_expert) if config.balance_bias else None)
 
     def forward(self, x, context):
-        """x (B, T, C) -> (B, T, C)"""
         flat = x.flatten(0, 1)  # (n, C)
         k = self.config.n_expert_active
         weight, chosen, logits, score = self.route(self.ln_router(flat))
@@ -1264,8 +1245,7 @@ class MoE(nn.Module):
 
     def statistics(self, chosen, logits, score, learned):
         """learned (B, T) bool: the tokens that count -> balance, 0-d, 1 if experts are used evenly (Switch,
-        arXiv:2101.03961, equations 4 to 6); z, 0-d (ST-MoE, arXiv:2202.08906); load (E,), how often each
-        expert was chosen"""
+        arXiv:2101.03961, equations 4 to 6); z, 0-d (ST-MoE, arXiv:2202.08906); load (E,)"""
         E = self.config.n_expert
         rows = learned if self.config.balance_per_sequence else learned.view(1, -1)
         n = rows.sum(1, keepdim=True).clamp(min=1)
@@ -1306,8 +1286,7 @@ def routing_losses(routing):
 
 @torch.no_grad()
 def move_balance(model, loads, rate):
-    """Updates the expert biases by the loads (layers with experts, E): adds rate for experts below the mean
-    load, subtracts rate for others (arXiv:2408.15664)."""
+    """Updates the expert biases by the loads (layers with experts, E): arXiv:2408.15664."""
     experts = [part for part in model.modules() if hasattr(part, 'expert_bias')]
     for part, load in zip(experts, loads, strict=True):
         part.expert_bias += rate * (load.mean() - load).sign()
@@ -1375,8 +1354,7 @@ def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
 
 def longrope(freq, base, length, *, short_factor, long_factor, original_max_position_embeddings, factor,
              attention_factor=None):
-    """A factor per pair, from long_factor if length exceeds the original context
-    (arXiv:2402.13753)."""
+    """Divides each frequency by its own factor (arXiv:2402.13753)."""
     factors = long_factor if length > original_max_position_embeddings else short_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
@@ -1404,8 +1382,7 @@ ROPE_SCALINGS = {
 
 
 def complete_scaling(scaling, length):
-    """Adds the training length to a rope_scaling that needs it. Raises
-    ValueError for an unknown type, and for missing or unknown items."""
+    """Adds the training length to a rope_scaling that needs it."""
     if not scaling:
         return scaling
     options = dict(scaling)
@@ -1495,8 +1472,8 @@ NORM_PLACEMENTS = {
 # IV. validation, accounting =================================================================================
 
 def complete(config):
-    """Fills in the defaults. Raises ValueError for a config that cannot be computed."""
-    config.n_expert = config.n_expert or None  # --n_expert=0 means None
+    """Fills in the defaults and raises the errors of GPTConfig."""
+    config.n_expert = config.n_expert or None
     config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
     if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
         import mixers  # noqa: F401 (adds its letters and activations)
@@ -1568,7 +1545,7 @@ def wrong_values(config):
             yield name, f'must be at most {MOST_LAYERS}'
 
 
-LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'  # in `local`
+LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'
 
 
 def impossible(config):  # noqa: C901
@@ -1606,9 +1583,8 @@ def changed(config, longest=None, **changes):
 
 
 def try_tokens(model):
-    """Raises ArithmeticError if the loss of the first tokens is not finite, or does not depend on some
-    parameter. Also raises it if the logits change when a cache holds the earlier tokens and padding follows
-    them, or when another document precedes."""
+    """Computes the first tokens in several ways. Raises ArithmeticError if the results differ, or if the loss
+    is not finite or does not depend on some parameter."""
     config = model.config
     idx = torch.arange(min(6, config.block_size), device=model.wte.weight.device)[None] % config.vocab_size
     with torch.random.fork_rng(devices=[]):
@@ -1653,8 +1629,8 @@ def parameters_of(losses):
 
 
 def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for a missing tag, a vector tagged
-    'matrix', or a buffer that is not saved."""
+    """Name -> Tag of every parameter. Raises ValueError for a missing or wrong tag, or a buffer that
+    is not saved."""
     tags = {}
     for name, w in model.named_parameters():
         found = tags[name] = getattr(w, 'tag', None)

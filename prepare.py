@@ -117,8 +117,7 @@ def ending(path):
 
 
 def open_file(path, known=None):
-    """Opens a file's bytes, which may be compressed. Raises UserError if they are of another FOREIGN kind
-    than `known`."""
+    """Opens a file's bytes, which may be compressed. known: the accepted key of FOREIGN."""
     f = open(path, 'rb')  # noqa: SIM115
     head = f.peek(8000)
     for magic, module in OPENERS.values():
@@ -133,7 +132,7 @@ def open_file(path, known=None):
 
 @contextlib.contextmanager
 def open_text(path, errors):
-    """Opens a text file, which may be compressed. Raises UserError if it is not UTF-8, or damaged."""
+    """Opens a text file, which may be compressed."""
     with reading(path), io.TextIOWrapper(open_file(path), 'utf-8-sig', errors, newline='') as f:
         try:
             yield f
@@ -215,8 +214,8 @@ FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_record
 
 
 def file_documents(paths, field='text', errors='strict', chats=None):
-    """The files' documents, except empty documents. errors='ignore' omits records that are neither texts nor
-    conversations. chats: True accepts only conversations, False only texts, None both."""
+    """The files' documents, except empty documents. chats: True accepts only conversations, False only
+    texts, None both."""
     for path in paths:
         if ending(path) not in FORMATS:
             yield from text_documents(path, errors)
@@ -250,8 +249,7 @@ LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_o
 
 
 def read_record(place, record, field='text', chats=None):
-    """[The record's text] or a Conversation. Raises UserError for any other value. chats: as in
-    file_documents."""
+    """[The record's text] or a Conversation. Raises UserError for any other value."""
     try:
         if isinstance(record, Exception):
             raise record
@@ -282,7 +280,7 @@ def is_conversation(value):
 
 def to_messages(value, role=None):
     """Messages of a JSON value: a message, a record, a list of these or of pairs, or a text. Without a role,
-    the text is JSON of such a value. Raises an error of any type for other values."""
+    the text is JSON of such a value."""
     if isinstance(value, str):
         return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
     if isinstance(value, list):
@@ -303,7 +301,7 @@ def to_messages(value, role=None):
 
 
 def read_message(message):
-    """A message for chat templates. Raises UserError if it lacks a role or content."""
+    """A message for chat templates."""
     message['role'] = SPEAKERS.get(message['role'], message['role'])
     if isinstance(message.get('content'), list):  # OpenAI's parts, {'type': 'text', 'text': text}
         message['content'] = ''.join(part['text'] for part in message['content'])
@@ -368,7 +366,7 @@ def library_files():
 
 
 def fetch(url, folder):
-    """Downloads a missing file, or the rest of its .part file. Returns its path. Raises OSError."""
+    """Downloads a missing file, or the rest of its .part file. Returns its path."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
@@ -430,7 +428,7 @@ SOURCES = {source.name: source for source in (
 
 
 def find_source(source):
-    """The Source of a name, file, folder (without hidden files) or glob."""
+    """The Source of a name, file, folder or glob."""
     if source in SOURCES:
         return SOURCES[source]
     path = os.path.expanduser(source)
@@ -465,7 +463,7 @@ def data_folder(name):
 
 
 def output_folder(out, source, tokenizer):
-    """out or data/<out>; else data/<source> for conversations or data/<source>_<tokenizer>."""
+    """The folder to write."""
     kind = Path(tokenizer.removesuffix('tokenizer.json')).name.replace(':', '')
     name = out or re.sub(r'[^\w.-]+', '_', f'{source.name}_{kind}').strip('._')
     if not out and (source.chats or name in ('shakespeare_gpt2', 'openwebtext_gpt2')):  # nanoGPT's names
@@ -539,8 +537,7 @@ def encode_piece(tok, special_tokens, piece):
 
 
 def encode_chat(tok, special_tokens, errors, item):
-    """An item of split_texts -> (split, columns, learned bytes, number of opened prompts), or None if
-    errors='ignore'."""
+    """An item of split_texts -> (split, columns, learned bytes, number of opened prompts)."""
     split, chat, _ = item
     opened = []
     try:
@@ -560,8 +557,7 @@ def encode_conversation(tok, conversation, opened=()):
     """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
     first stop token after the answer and before the next message's content. Without such a stop token,
     the answer's own text is learned, and the last answer gets one. opened: a list for the prompts that
-    the text does not continue, because they begin thoughts. Raises UserError if the template omits an
-    answer, or renders its prompt differently."""
+    the text does not continue, because they begin thoughts."""
     _, messages, tools = conversation
     render = functools.partial(tok.render, tools=tools)
     text = render(messages, False)
@@ -597,7 +593,7 @@ def encode_conversation(tok, conversation, opened=()):
 # -> text.
 
 def start_of_answer(render, messages, n, text, opened):
-    """The end of the answer's prompt. opened: see encode_conversation."""
+    """The end of the answer's prompt."""
     prompt = render(messages[:n], True)
     start = common(prompt, text)
     if start < len(prompt):  # compare without white space
@@ -650,8 +646,8 @@ def common(a, b):
 def pack(encoded, block_size, first, counts):
     """Packs (split, columns, n_bytes, n_opened) of conversations into slots of block_size tokens.
 
-    The id `first` begins each piece and fills slots; other columns are 0 there. Conversations longer than
-    a slot are cut into pieces. Each split ends with one more token, its last target.
+    The id `first` begins each piece and fills slots; other columns are 0 there. Each split ends with one more
+    token, its last target.
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
@@ -686,7 +682,7 @@ def dtype_of(n_vocab):
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='text',
                   errors='strict'):
-    """Writes a folder. Returns meta. texts: from split_texts; block_size: for conversations."""
+    """Writes a folder. texts: from split_texts; block_size: for conversations."""
     counts = collections.Counter()
     eot = tok.eot
     if block_size:
@@ -744,7 +740,7 @@ def write_bins(folder, encoded, counts):
 
 
 def write_meta(folder, tok, label, eot, counts):
-    """Writes meta.json and the tokenizer's table. Returns meta."""
+    """Writes meta.json and the tokenizer's table."""
     state = tok.state()
     if tok.table:
         Path(folder, f'tokenizer.{tok.kind}').write_bytes(state.pop(tok.table).encode())
@@ -755,7 +751,7 @@ def write_meta(folder, tok, label, eot, counts):
 
 
 def fetch_shards(folder, source):
-    """Downloads shards of GPT-2 tokens. Returns meta."""
+    """Downloads shards of GPT-2 tokens."""
     tok = TiktokenTokenizer.from_name('gpt2')
     val, *train = (read_shard(fetch(url, folder), 'uint16') for url in source.shards)
     n_bytes = sum(count_bytes(ids, tok) for ids in np.array_split(val, 100))
@@ -802,8 +798,7 @@ def column_of(path):
 
 def read_meta(folder):
     """Reads meta.json or nanoGPT's meta.pkl, or assumes the encoding of llm.c's shards or else of GPT-2.
-    Returns a dict with FIELDS. Adds to the digest the names, sizes and times of masks that it does not
-    cover, and of all .bin files if it is missing. Raises UserError for a value that does not fit FIELDS."""
+    Returns a dict with FIELDS. Raises UserError for a value that does not fit FIELDS."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -840,7 +835,7 @@ LABELS = {'source', 'block_size', 'cut', 'opened', 'left_out',
 
 
 def identity(meta):
-    """What identifies the data of a meta, or of an older one, which may lack fields."""
+    """What identifies the data of a meta."""
     return {name: meta[name] for name in meta if name not in LABELS}
 
 
@@ -850,7 +845,7 @@ def is_prepared(folder):
 
 
 def checkpoint_in(folder):
-    """A folder's ckpt.pt, or this .pt file. None if missing."""
+    """A folder's ckpt.pt, or this .pt file."""
     path = Path(folder)
     if path.suffix != '.pt':
         path /= 'ckpt.pt'
@@ -887,8 +882,7 @@ def llm_c_meta(path):
 
 
 def read_shard(path, dtype):
-    """A file's tokens, memory-mapped, with or without llm.c's header. Raises UserError for a cut file, or
-    another encoding than the folder's."""
+    """A file's tokens, memory-mapped, with or without llm.c's header."""
     with reading(path):
         meta = llm_c_meta(path)
         if meta.get('dtype', dtype) != dtype:
@@ -909,9 +903,7 @@ class Bins:
     SPLIT_WORD. The last word counts: train_2_val_000001.bin is for validation.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. x.<column>.bin has one entry per token of x.bin, if meta.json names the column. In
-    x.mask.bin, which needs no name, it is 1 for tokens that are learned. `columns` has the shards of each:
-    '' is the tokens.
+    target at most once. `columns` has the shards of each column; '' is the tokens.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
@@ -949,7 +941,6 @@ class Bins:
         return np.cumsum([(len(shard) - 1) // block_size for shard in self.shards])
 
     def n_sequences(self, block_size):
-        """Raises UserError if the number is 0."""
         n = int(self.ends(block_size)[-1])
         if not n:
             raise UserError(f'{self.name} has {self.n_tokens:,} tokens, but a sequence needs block_size+1 = '

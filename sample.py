@@ -97,7 +97,6 @@ KEYS = {
     'iter_num': int,           # and other NUMBERS of train.py
 }                              # `load` adds path, and no_tokenizer: why there is no tokenizer
 FIELDS = declared(ROOT / 'model.py')
-# fields that `load` may change
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
 # fields in older checkpoints, and in others' checkpoints
 RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local', 'tied_lm_head': 'tie_word_embeddings'}
@@ -166,8 +165,7 @@ def build(checkpoint, changes):
 
 
 def is_published(name):
-    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id. Raises UserError
-    for a folder that also has a ckpt.pt."""
+    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id."""
     if os.path.exists(name):
         is_folder = os.path.exists(f'{name}/config.json')
         if is_folder and os.path.exists(f'{name}/ckpt.pt'):
@@ -178,8 +176,7 @@ def is_published(name):
 
 
 def find_tokenizer(checkpoint):
-    """The checkpoint's or published model's tokenizer. Drops the checkpoint's chat template if the model was
-    not trained on conversations. Raises UserError if there is no tokenizer."""
+    """The checkpoint's or published model's tokenizer."""
     if is_published(checkpoint['path']):
         from zoo.hub import published_tokenizer
         return published_tokenizer(checkpoint['path'])
@@ -286,8 +283,7 @@ def step(model, tokens, cache, u, seen, sampling):
 
 
 def compile_step(model, cache):
-    """Compiles `step` for a static cache: as a CUDA graph, or on a CPU with constant int8 weights, which must
-    not change afterwards."""
+    """Compiles `step` for a static cache. On a CPU, int8 weights must not change afterwards."""
     for tensor in cache.tensors() if cache.length.is_cuda else ():  # CUDA graphs need fixed addresses
         torch._dynamo.mark_static_address(tensor, guard=False)
     return compiled(model)
@@ -351,8 +347,7 @@ class Sample:
 
 
 def rows_to_fill(samples, waiting, size):
-    """Refills ended rows, and crops contexts above `size` tokens to their last half. Returns the rows to
-    feed."""
+    """Refills ended rows, and crops contexts above `size` tokens. Returns the rows to feed."""
     rows = []
     for row, sample in enumerate(samples):
         if sample.n_left == 0:
@@ -402,16 +397,15 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     seen = torch.zeros(n_rows, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
 
     def draw(fed, n_unread=0):
-        """Feeds tokens (B, 1) -> the next ones."""
         noise = torch.stack([sample.noise[max_new_tokens - sample.n_left + n_unread] for sample in samples])
         seen.scatter_(2, fed[:, None].to(sampling_device), True)
         return run_step(model, fed, cache, noise[:, None], seen, sampling)
 
-    ahead = None  # the next tokens (B, 1), drawn before the host has read the previous ones
+    ahead = None  # the next tokens (B, 1), drawn before the host has read the previous tokens
     while True:
         drawn = ahead
         if ahead is None:
-            # 1. Feed new contexts except the last token.
+            # Feed new contexts except the last token.
             if rows := rows_to_fill(samples, waiting, size):
                 if is_new and len(rows) == len(samples):
                     cache.reset()
@@ -420,7 +414,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 for mark, row in zip(marks, rows):
                     mark[0, samples[row].tokens[:-1]] = True
                 seen[rows] = marks.to(sampling_device)
-            # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
+            # Drop ended rows. In a compiled step, they overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:
                 return
@@ -430,9 +424,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 cache.select(active)
                 samples = [samples[row] for row in active]
                 seen = seen[active]
-            # 3. Feed last tokens; draw the next tokens.
             drawn = draw(torch.tensor([sample.tokens[-1:] for sample in samples], device=device))
-        # 4. Read them while a GPU draws the next tokens. States of a given cache could not rewind.
+        # Read the drawn tokens while a GPU draws the next tokens. States of a given cache could not rewind.
         tokens = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None
@@ -441,7 +434,6 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             ahead = draw(drawn.clamp(min=0), 1).clone()  # a CUDA graph reuses its output
         if copied:  # not on CPUs
             copied.synchronize()
-        # 5. Append the tokens drawn.
         for sample, token in zip(samples, tokens.flatten().tolist()):
             if sample.n_left and token < 0:
                 raise UserError("the logits are NaN: the weights are damaged, or float16 overflows: "
@@ -488,7 +480,6 @@ class TextStream:
         self.held = self.held[cut:]
 
     def show(self, before=''):
-        """Prints new text. The first call prints `before` first."""
         text = before + self.text
         print(text[self.n_shown:], end='\n' if self.ended else '', flush=True)
         self.n_shown = len(text)
@@ -568,7 +559,7 @@ class Chat:
             print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens})")
 
     def prefix_cache(self, ids, n_new):
-        """The cache, rewound to what it shares with `ids`, or a new one if n_new tokens do not fit."""
+        """The cache, rewound to what it shares with `ids`, or a new cache if n_new tokens do not fit."""
         cache = self.cache
         if cache is None or len(ids) + n_new > cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
@@ -582,8 +573,7 @@ class Chat:
         return cache
 
     def prompt(self, question):
-        """Adds a question -> (messages, ids). Forgets the oldest turns to make room for
-        max_new_tokens, at most half the context. Raises UserError for a long question."""
+        """Adds a question -> (messages, ids). Forgets the oldest turns to make room for max_new_tokens."""
         size = self.model.config.block_size
         messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
         room = min(self.max_new_tokens, size // 2)

@@ -139,12 +139,10 @@ class Tokenizer:
 
     @classmethod
     def from_name(cls, name, **texts):
-        """The tokenizer for a value of --tokenizer, or None if it is not of this class. texts: see
-        make_tokenizer."""
+        """The tokenizer for a value of --tokenizer, or None if it is not of this class."""
         return cls() if name == cls.kind else None
 
     def state(self):
-        """Plain values that rebuild the tokenizer: its kind and the arguments of __init__."""
         return {'kind': self.kind} | {
             name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
@@ -199,7 +197,6 @@ class Tokenizer:
             raise UserError(f'the chat template fails: {e!r:.200}') from e
 
     def chat(self, *args, **options):
-        """Messages -> ids; see render."""
         return self.encode_chat(self.render(*args, **options))
 
     def encode_chat(self, text):
@@ -208,7 +205,6 @@ class Tokenizer:
 
     @functools.cached_property
     def stop_tokens(self):
-        """eot, end_of_answer and eos_tokens."""
         ends = self.eot, self.end_of_answer, *self.eos_tokens
         return tuple(dict.fromkeys(i for i in ends if i is not None))
 
@@ -237,7 +233,6 @@ class Tokenizer:
         return next((i for i in map(self.special.get, names) if i not in (None, *inside)), None)
 
     def special_tokens_in(self, text):
-        """The ids of the special tokens in a text."""
         return [self.special[mark] for mark in re.findall(self.special_pattern, text)]
 
 
@@ -306,7 +301,6 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def from_name(cls, name, training=(), procs=None, **_):
-        """bpe:N, or an encoding of tiktoken, downloaded once."""
         import requests
         import tiktoken
         if name.startswith('bpe:'):
@@ -357,7 +351,7 @@ def compile_template(template):
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5))
-TRAINING_WORDS = 50_000_000  # words that bpe:N learns from
+TRAINING_WORDS = 50_000_000
 LONGEST = 256               # bytes per token
 WORDS_BYTES = 1 << 24       # bytes of the commonest words that train_bpe uses
 CHATML = ("{% if tools %}"
@@ -374,7 +368,7 @@ CHATML = ("{% if tools %}"
 
 def bpe_tokenizer(size, texts, procs):
     """Trains a byte-level BPE tokenizer with `size` ids: 256 bytes, merges, BPE_SPECIAL. Short texts give
-    fewer merges. texts: iterables of blocks. Raises UserError for an unusable size."""
+    fewer merges. texts: iterables of blocks."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise UserError(f"tokenizer='bpe:{size}' is not supported: choose a vocabulary from {least} to "
@@ -409,8 +403,7 @@ def words_of(text):
 def train_bpe(counts, n_merges):
     """{word: count} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
 
-    Up to n_merges times, merges the commonest pair of neighbours within words if it occurs twice. Among
-    equally common pairs, it merges the pair with the lowest ids. Tokens have at most LONGEST bytes.
+    Among equally common pairs, the pair with the lowest ids comes first. Tokens have at most LONGEST bytes.
 
     Once both tokens of a pair exist, the pair can only become rarer. So the code finds its places
     once, and counts them again when it reaches the top of the heap.
@@ -481,9 +474,8 @@ def train_bpe(counts, n_merges):
 # tokenizers by name and by state ----------------------------------------------------------------------------
 
 def make_tokenizer(name, **texts):
-    """The tokenizer for a value of --tokenizer: a published one, or the first that a class of KINDS
-    returns. texts: `texts`, iterables of blocks, for char; `by_document`, whether char gets an end-of-text
-    token; `training`, texts for bpe:N; procs."""
+    """The tokenizer for a value of --tokenizer. texts: `texts`, iterables of blocks, for char;
+    `by_document`, whether char gets an end-of-text token; `training`, texts for bpe:N; procs."""
     if '/' in name or name.endswith(('.gguf', '.json')) or os.path.exists(f'{name}/tokenizer.json'):
         from zoo.hub import fetch, published_tokenizer
         path = fetch(name, weights=False)

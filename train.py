@@ -10,9 +10,8 @@ Trains a model on a folder of tokens.
 
 Config files and --name=value set every setting below and every field of GPTConfig.
 
-The main program is at the end of this file. A new run renames an earlier run's files in out_dir.
-Ctrl-C, SIGTERM and time_limit save ckpt.pt and then evaluate; --init_from=resume continues the run bit
-for bit.
+A new run renames an earlier run's files in out_dir. Ctrl-C, SIGTERM and time_limit save ckpt.pt and then
+evaluate; --init_from=resume continues the run bit for bit.
 """
 import time
 
@@ -192,7 +191,7 @@ RANKS = int(os.environ.get('WORLD_SIZE', 1))
 
 
 def all_reduce(x, **op):
-    """Sums a tensor over ranks in place, or applies another op. Returns it."""
+    """Sums a tensor over ranks in place, or applies another op."""
     if dist.is_initialized():
         dist.all_reduce(x, **op)
     return x
@@ -213,13 +212,12 @@ def sequence_order(seed, epoch, n):
 
 
 def sequence_indices(first, count, n, seed):
-    """Indices, (count,), of the run's sequences from `first` on. An epoch has n sequences."""
+    """Indices, (count,), of the run's sequences from `first` on."""
     return np.array([sequence_order(seed, i // n, n)[i % n] for i in range(first, first + count)])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """Returns micro-batches per rank and sequences per micro-batch. Raises UserError if ranks
-    cannot have equal shares."""
+    """Returns micro-batches per rank and sequences per micro-batch."""
     total = gradient_accumulation_steps * batch_size
     if total % ranks:
         raise UserError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
@@ -233,7 +231,7 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
 
 
 def to_device(arrays, device):
-    """Arrays as tensors on the device. The host does not wait for the copy."""
+    """Arrays as tensors on the device."""
     batch = map(torch.from_numpy, arrays)
     if 'cuda' in device:  # contiguous first, or pinning is lost
         return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
@@ -279,8 +277,7 @@ def evaluation_batches(run, bins, batches):
 
 @torch.no_grad()
 def evaluate(run, bins, batches, tokenizer=None):
-    """Returns the mean loss (nan without targets), the number of targets and their bytes, over
-    evaluation_batches."""
+    """Returns the mean loss (nan without targets), the number of targets and their bytes."""
     totals = np.zeros(3)
     run.model.eval()
     for inputs, targets in evaluation_batches(run, bins, batches):
@@ -297,8 +294,7 @@ def evaluate(run, bins, batches, tokenizer=None):
 
 @torch.no_grad()
 def print_by_position(run, bins, batches):
-    """Prints the mean loss of evaluation_batches for tokens at positions 1, 2, 3 to 4, 5 to 8 ... of their
-    sequences."""
+    """Prints the mean loss for tokens at positions 1, 2, 3 to 4, 5 to 8 ... of their sequences."""
     block_size = run.model.config.block_size
     sums = torch.zeros(2, block_size, dtype=torch.float64)  # losses, targets
     run.model.eval()
@@ -317,7 +313,7 @@ def print_by_position(run, bins, batches):
 
 
 def evaluate_splits(run, train_bins, val_bins, tokenizer):
-    """Prints both losses. Returns columns of the log; {} without targets."""
+    """Prints both losses. Returns columns of the log."""
     n = run.config['eval_iters']
     val_loss, count, n_bytes = evaluate(run, val_bins, n, tokenizer)
     train_loss, *_ = evaluate(run, train_bins, max(1, n // 4))
@@ -365,8 +361,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def subtract_orthogonalised(moves, lr):
-    """Subtracts orthogonalised updates. moves: [(weight, update, rows per projection)]; weights are
-    (..., rows, columns)."""
+    """moves: [(weight (..., rows, columns), its update, rows per projection)]"""
     batches = collections.defaultdict(list)  # shape of a projection -> [(projection, its update)]
     for w, update, rows in moves:
         for pair in zip(w.split(rows, dim=-2), update.split(rows, dim=-2)):
@@ -438,8 +433,7 @@ OPTIMIZERS = {  # name -> function of (model, settings) -> list of optimizers
 
 
 def make_optimizers(model, config):
-    """Raises UserError for wrong lr_scales, or if a trained parameter has no
-    optimizer or several."""
+    """Raises UserError for wrong lr_scales, or if a trained parameter has no optimizer or several."""
     groups = {tag.group for tag in model.tags.values()}
     scales = config['lr_scales']
     if not (scales.keys() <= groups and all(type(x) in (int, float) and x > 0 for x in scales.values())):
@@ -454,8 +448,7 @@ def make_optimizers(model, config):
 
 
 def load_optimizers(model, optimizers, states):
-    """Loads states by parameter name, or by position if from nanoGPT. Raises KeyError for an
-    unknown parameter, ValueError for a wrong shape."""
+    """Loads states by parameter name, or by position if from nanoGPT."""
     owners = {w: opt for opt in optimizers for group in opt.param_groups for w in group['params']}
     weights = dict(model.named_parameters())
     if 'param_groups' in states:
@@ -493,7 +486,7 @@ def checkpoint_blocks(model, every):
 
 
 def forward_recomputed(block, x, context):
-    """A block's forward pass. It uses copies, because later blocks change the context before backward."""
+    """Uses copies, because later blocks change the context before backward."""
     before = copy.copy(context)
 
     def forward(x):
@@ -514,7 +507,7 @@ def forward_recomputed(block, x, context):
 
 def shard_model(model, machine):
     """Splits the matrices, which forward gathers per block in the compute dtype. Vectors and routers, used in
-    float32, stay whole. Raises UserError for float16 and LoRA."""
+    float32, stay whole."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     if machine.dtype == torch.float16 or not all(w.requires_grad for w in model.parameters()):
         raise UserError("shard=True cannot be combined with dtype=float16 or lora_rank: leave one out")
@@ -544,8 +537,7 @@ def gather(state):
 
 
 def subtract_whole(subtract, moves, lr):
-    """Muon's subtract(moves, lr) for split matrices. Gathers as many at once as
-    there are ranks."""
+    """Muon's subtract(moves, lr) for split matrices. Gathers as many at once as there are ranks."""
     moves.sort(key=lambda move: move[0].shape)
     while moves:
         some = moves[:RANKS]
@@ -558,7 +550,7 @@ def subtract_whole(subtract, moves, lr):
 
 
 def is_sharded(w):
-    """Whether w is a DTensor; importing that class would be slow."""
+    """Whether w is a DTensor."""
     return hasattr(w, 'full_tensor')
 
 
@@ -576,7 +568,7 @@ NUMBERS = {  # attributes of Run that checkpoints store, with immutable initial 
 
 
 class Run:
-    """A model in training. Checkpoints store NUMBERS and the optimizers' states."""
+    """A model in training."""
 
     def __init__(self, model, config, machine):
         self.model = self.forward = model  # forward may be compiled, in DDP
@@ -598,14 +590,12 @@ class Run:
         self.patient = None  # the group of wait_for_rank_0
 
     def wait_for_rank_0(self):
-        """Waits for rank 0. Writing a large checkpoint can take longer than the timeout of the other
-        groups."""
+        """Writing a large checkpoint can take longer than the timeout of the other groups."""
         if self.patient:
             dist.barrier(self.patient)
 
     def state(self, optimizers=True):
-        """The part of a checkpoint that changes. All ranks must call it; only rank 0
-        gets gathered tensors."""
+        """The part of a checkpoint that changes. All ranks must call it."""
         weights = self.model.state_dict()
         names = {w: name for name, w in self.model.named_parameters()}
         states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
@@ -618,7 +608,6 @@ class Run:
         return state
 
     def resume(self, source):
-        """Restores everything except the weights."""
         load_optimizers(self.model, self.optimizers, source.get('optimizer', {}))
         if source.get('scaler'):  # only from float16
             self.scaler.load_state_dict(source['scaler'])
@@ -651,14 +640,12 @@ def step(run, batch):
 
 
 def further_losses(aux, config):
-    """The sum of the model's further losses in aux, times their weights: aux['z'] times the setting z_loss.
-    Raises KeyError for a loss without a setting."""
+    """The sum of the model's further losses times their weights: aux['z'] times the setting z_loss."""
     return sum(config[f'{name}_loss'] * value for name, value in aux.items() if value.requires_grad)
 
 
 def gradients(run, batch):
-    """Adds up the gradients of a batch, [Batch]. Returns entries of the row of the log: 'loss', the mean over
-    this rank's micro-batches; 'weight', their sum; and 'load', (layers, experts), or None."""
+    """Adds up the gradients of a batch, [Batch]. Returns entries of the row of the log."""
     losses = []
     loads = []
     for i, micro in enumerate(batch, 1):
@@ -674,12 +661,12 @@ def gradients(run, batch):
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         run.scaler.scale(loss / len(batch)).backward()
     return {'loss': sum(losses) / len(batch), 'weight': sum(micro.weight for micro in batch),
-            'load': all_reduce(sum(loads)) if loads else None}
+            'load': all_reduce(sum(loads)) if loads else None}  # (layers, experts)
 
 
 def update(run, load):
-    """Clips gradients, steps if all are finite, and clears gradients. Returns 0-d tensors: the
-    gradient norm, and whether weights changed."""
+    """Clips gradients and steps if all are finite. Returns 0-d tensors: the gradient norm, and whether
+    weights changed."""
     config = run.config
     params = run.params
     for opt in run.optimizers:
@@ -765,7 +752,7 @@ def document_args(meta):
 
 def run_settings(config, given, source):
     """Returns config with the checkpoint's values for settings that are not given. source: a resumed
-    checkpoint, or {}. Raises UserError if a fixed setting changes."""
+    checkpoint, or {}."""
     was = source.get('config', {})
     ours = {'out_dir', 'init_from', *given}
     length = {*marked(Path(__file__), 'length')}
@@ -807,8 +794,7 @@ def replacing(path):
 
 
 def save(run, name, constant):
-    """Writes a checkpoint, then replaces the old file. best.pt has no optimizers, unless it is an
-    earlier ckpt.pt: if that was the best, this function keeps it under the name best.pt."""
+    """Writes a checkpoint. If the earlier ckpt.pt was the best, keeps it under the name best.pt."""
     state = run.state(name != 'best.pt')
     path = Path(run.config['out_dir'], name)
     if name == 'ckpt.pt':
@@ -828,7 +814,7 @@ def save(run, name, constant):
 
 
 def lock_folder(out_dir):
-    """Locks out_dir until the returned file is closed. Raises UserError if it is locked."""
+    """Locks out_dir until the returned file is closed."""
     os.makedirs(out_dir, exist_ok=True)
     f = open(f'{out_dir}/lock', 'a')  # noqa: SIM115 (a user's file keeps its content)
     try:
@@ -873,7 +859,7 @@ LOG_FIELDS = {
 
 def start_files(out_dir, after, old, **facts):
     """Starts log.csv, with the complete rows up to iteration `after`, and run.json. Once both are written,
-    renames the files of an earlier run that match the patterns in old."""
+    renames an earlier run's files."""
     log = Path(out_dir, 'log.csv')
     lines = [LOG_FIELDS]
     with reading(log):
@@ -889,7 +875,7 @@ def start_files(out_dir, after, old, **facts):
 
 
 def number(x):
-    """A number, or a 0-d tensor, as a number. All ranks must call it, because a tensor may be sharded."""
+    """A number or 0-d tensor -> number. All ranks must call it, because a tensor may be sharded."""
     x = x.full_tensor() if is_sharded(x) else x
     return x.item() if torch.is_tensor(x) else x
 
@@ -1000,7 +986,7 @@ if __name__ == '__main__':
     if init_from == 'auto':
         init_from = config['init_from'] = 'resume' if Path(out_dir, 'ckpt.pt').exists() else 'scratch'
     resumed = init_from == 'resume'
-    if resumed:  # ignore the default file
+    if resumed:
         given = {name: label for name, label in given.items()
                  if label != 'config/default.py' or label in sys.argv}
         model_args = {name: model_args[name] for name in model_args if name in given}
@@ -1146,10 +1132,9 @@ if __name__ == '__main__':
     constant = {
         'model_args': dataclasses.asdict(model.config), 'config': config, 'parts': parts, 'lora': lora,
         'tokenizer': state,
-        # if trained on conversations, sampling may use a chat template
         'chats': meta['chats'] or source.get('chats', init_from != 'scratch'), 'data': meta,
         'kept': source.get('kept', []) if resumed else [],
-        'family': source.get('family')}  # for exports of published models
+        'family': source.get('family')}
     log_file = f'{out_dir}/log.csv'
     lock = wandb_run = None
     signals = [] if eval_only else stop_on_signals()

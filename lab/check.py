@@ -1,7 +1,6 @@
 """
 Is the code of the model still right? Compares a small model of the config's kind with formulas of
-papers (tests/formulas.py) and with other ways to compute the same results. tests/test_check.py
-checks train.py.
+papers (tests/formulas.py) and with other ways to compute the same results.
 
     python lab/check.py config/llama_small.py
     python lab/check.py --init_from=out       # a small model of the checkpoint's kind

@@ -7,8 +7,8 @@ Which choice is better, and by how much? Trains variants of a run with the same 
     python lab/compare.py config/default.py --variants="['../old:', '', '--mlp=gelu']"
 
 The first variant is the baseline. A variant consists of flags for train.py, of a folder with code followed
-by a colon, or of both. The default folder is this clone. The script copies the code, so you may edit it
-meanwhile. Flags of train.py apply to all variants.
+by a colon, or of both. Flags of train.py apply to all variants. The script copies the code, so you may edit
+it meanwhile.
 
 Finished runs in out-compare/ are used again, so you can stop and continue. Delete the
 folder if you change a checkpoint that a run starts from.
@@ -85,7 +85,6 @@ class Variant:
     inputs: list    # a hash of the code, the data's meta, texts of config files
 
     def folder(self, seed):
-        """The folder of the run with this seed."""
         text = dumps([self.inputs, self.settings, self.args, seed], skipkeys=True,
                      default=lambda value: type(value).__name__).replace(str(self.code), '')
         return f'{RUNS}/{hashlib.sha256(text.encode()).hexdigest()[:12]}'
@@ -101,11 +100,9 @@ class Variant:
 
     @functools.cached_property
     def sizes(self):
-        """The sizes of the model, measured when they are first needed."""
         return self.measured()
 
     def count(self, kind, *flags):
-        """One of the COUNTS of the model with these flags. Raises UserError."""
         sizes = self.measured(*flags)
         if kind not in sizes:
             raise UserError(f"variant {self.name!r}: bench.py does not count {kind}: "
@@ -125,8 +122,7 @@ def last_line(text):
 
 @functools.cache
 def copy_code(source, place):
-    """Copies a folder's Python files and zoo/*.json. Returns the copy, and a hash of the files on which a run
-    depends."""
+    """Copies a folder's code. Returns the copy, and a hash of the files on which a run depends."""
     code = Path(tempfile.mkdtemp(dir=place))
     digest = hashlib.sha256()
     for path in sorted([*source.glob('*.py'), *source.glob('*/*.py'), *source.glob('zoo/*.json')]):
@@ -149,8 +145,7 @@ def add_texts(texts, path):
 
 
 def make_variant(name, text, base, place):
-    """Makes a Variant. text: additions to base, a command line of train.py. Copies the code to a folder in
-    `place`. Raises UserError or FileNotFoundError."""
+    """Makes a Variant. text: additions to base, a command line of train.py."""
     with reading(f'variant {text!r}'):
         words = shlex.split(text)
     source = Path(words.pop(0)[:-1]) if words and words[0].endswith(':') else ROOT
@@ -183,8 +178,7 @@ def make_variant(name, text, base, place):
 
 
 def match_size(variant, target, kind):
-    """Sets d_ff or d_expert so that the variant has `target` parameters within 1%. kind: one of COUNTS.
-    Raises UserError if no width fits."""
+    """Sets d_ff or d_expert so that the variant has `target` parameters within 1%."""
     if abs(variant.count(kind) - target) <= 0.01 * target:
         return
     name = 'd_ff' if variant.settings['n_expert'] is None else 'd_expert'
@@ -245,9 +239,8 @@ def run_variant(variant, seed):
 
 
 def run_all(variants, seeds, until, margin):
-    """Completes all runs, seed by seed. Returns {variant's name: run_variant's dicts}. A variant
-    gets no further seed after a failure, or, if until='decided', after a clear verdict. Raises
-    UserError if the baseline fails."""
+    """Completes all runs, seed by seed. Returns {variant's name: run_variant's dicts}. A variant gets no
+    further seed after a failure, or, if until='decided', after a clear verdict."""
     runs = {variant.name: [] for variant in variants}
     remaining = [*variants]
     for seed in seeds:
@@ -286,7 +279,7 @@ def lasting(n, alpha):
 
 def paired_difference(losses, baseline, alpha=None, margin=0.0):
     """The mean difference of losses with the same seed, half of its 95% confidence interval or None, and the
-    verdict. alpha: for `lasting`; the verdict may then be 'as good'."""
+    verdict."""
     differences = np.subtract(losses, baseline[:len(losses)])
     n = len(differences)
     mean = differences.mean()
@@ -303,8 +296,7 @@ def paired_difference(losses, baseline, alpha=None, margin=0.0):
 
 
 def comparison(variants, runs, until, margin):
-    """The table's rows, without failed variants. If the data differ, it compares bits per byte. until:
-    makes intervals hold for all variants together, at any number of seeds."""
+    """The table's rows, without failed variants."""
     finished = [variant for variant in variants if not runs[variant.name][-1]['error']]
     data = {run['data'] for variant in finished for run in runs[variant.name]}
     column = 'val_loss' if len(data) == 1 else 'val_bpb'

@@ -18,10 +18,9 @@ from model import LOCAL, MOST_LAYERS, ROPE_SCALINGS, GPTConfig, letter, rope_tab
 class Family(typing.NamedTuple):
     """How transformers stores one model_type.
 
-    To add a family, change a similar one: see `like`. If new names are not enough, use a Rule for a field,
-    and `rows` or `layouts` for a tensor. A field of config.json that no column mentions raises an error if
-    transformers reads it and its value is not the default. So run `python .ci/defaults.py` after you add a
-    family.
+    If new names are not enough, use a Rule for a field, and `rows` or `layouts` for a tensor. A field of
+    config.json that no column mentions raises an error if transformers reads it and its value is not the
+    default. So run `python .ci/defaults.py` after you add a family.
     """
     arch: str                   # the class in transformers
     fields: dict                # {GPTConfig's field: names in config.json}, if FIELDS does not fit; '': none
@@ -66,7 +65,7 @@ DEFAULTS = json.loads((ROOT / 'zoo/defaults.json').read_text())  # model_type: F
 
 
 def add(kind, base, arch=None, **changes):
-    """Adds a family, `base` with changes. base: a Family or its model_type."""
+    """base: a Family or its model_type. changes: as in `like`."""
     base = base if isinstance(base, Family) else FAMILIES[base]
     FAMILIES[kind] = like(base._replace(defaults=DEFAULTS.get(kind, base.defaults)), arch, **changes)
 
@@ -77,7 +76,6 @@ def same(names):
 
 
 def renamed(kind, pattern, new):
-    """A family's names, with `new` instead of the pattern."""
     return {ours: re.sub(pattern, new, name) for ours, name in FAMILIES[kind].names.items()
             if isinstance(name, str)}
 
@@ -109,14 +107,12 @@ def interleaved(rows):
 
 
 def heads_interleaved(rows, width, begin, end):
-    """Interleaves rows `begin` to `end` of each head."""
     heads = rows.view(-1, width).clone()
     heads[:, begin:end] = interleaved(heads[:, begin:end])
     return heads.flatten()
 
 
 def rows_interleaved(config, q, k, *others):
-    """Interleaves the rows of queries and keys that rotate."""
     return [*(heads_interleaved(rows, config.head_dim, 0, config.rope_dim) for rows in (q, k)), *others]
 
 
@@ -135,26 +131,22 @@ def ordered(ours, *stored, groups=None):
 
 
 def rows_latent_query(config, query):
-    """Interleaves the last rows of each head, which rotate."""
     width = config.qk_nope_head_dim + config.qk_rope_head_dim
     return [heads_interleaved(query, width, config.qk_nope_head_dim, width)]
 
 
 def rows_latent_in(config, query, latent, key):
-    """Stores the latent and the rotary key together."""
     if config.q_lora_rank is None:
         query, = rows_latent_query(config, query)
     return [query, torch.cat((latent, interleaved(key)))]
 
 
 def rows_convolution(config, rows):
-    """Stores queries, keys and values separately."""
     keys = config.linear_n_key_head * config.linear_key_head_dim
     return rows.tensor_split([keys, 2 * keys])
 
 
 def rows_mamba_convolution(config, rows):
-    """Stores values before keys and queries."""
     c, b, x = rows_convolution(config, rows)
     return [torch.cat((x, b, c))]
 
@@ -169,7 +161,6 @@ def converted(ours, theirs, read, write):
 
 
 def width_of_shared(config):
-    """The total width of all shared experts."""
     return (config.n_shared_expert or 0) * (config.d_expert or 0)
 
 
@@ -184,7 +175,6 @@ def scale(config):
 
 
 def letters(config, pattern):
-    """Each layer's letter in a pattern."""
     return [config.mlp_of(i) if pattern == 'expert_pattern' else letter(getattr(config, pattern), i)
             for i in range(config.n_layer)]
 
@@ -325,7 +315,7 @@ def write_nemotron_h(config, c):
 
 
 def nemotron_layer(config, layer, name):
-    """For Family.layer: Nemotron-H counts mixers and MLPs separately."""
+    """Nemotron-H counts mixers and MLPs separately."""
     at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
     return f'backbone.layers.{at}.'
 
@@ -940,7 +930,6 @@ def config_from_hf(c):
 
 
 def read_config(c):
-    """config.json -> {GPTConfig's field: value}"""
     c = text_config(c)
     kind = c.get('model_type')
     family = family_of(kind)
@@ -1000,7 +989,6 @@ def family_of(kind):
 
 
 def text_config(c):
-    """The text model's part of a config.json."""
     if 'text_config' not in c:
         return c
     outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
@@ -1012,8 +1000,7 @@ def activations_of(family):
 
 
 def read_rope(c, args):
-    """Sets the fields of rotations. The older rope_scaling overrides rope_parameters, as in transformers
-    5.23."""
+    """The older rope_scaling overrides rope_parameters, as in transformers 5.23."""
     given = c.get('rope_scaling') or c.get('rope_parameters') or {}
     local = args.pop('local', None)
     if local is None and 'full_attention' in given:
@@ -1115,8 +1102,7 @@ def write_layers(config, c, family):
 
 
 def canonical(config):
-    """{field: value}, to compare configs. Omits fields that have no effect on one document. New
-    fields count by default."""
+    """{field: value}, to compare configs. Omits fields that have no effect on one document."""
     layers = range(config.n_layer)
     configs = [config.at(i) for i in layers]
     patterns = {name: letters(config, name) for name, value in vars(config).items()
@@ -1129,13 +1115,13 @@ def canonical(config):
               'logit_scale': round(config.logit_scale, 9),
               'd_ff': config.d_ff if 'D' in patterns['expert_pattern'] else None,
               'bias': None, 'n_dense_layer': None, 'window': None,  # in other values
-              'document_token': None}  # no effect on one document
+              'document_token': None}
     return {name: value for name, value in values.items()
             if 'training' not in KNOWN[name].rules and not unmet(KNOWN[name].rules, {}, vars(config))}
 
 
 def write_config(config, kind):
-    """The family's config.json that is nearest to config. Raises UserError."""
+    """The family's config.json that is nearest to config."""
     family = family_of(kind)
     if not family.exports:
         raise UserError(f"exporting {kind} models is not supported")
@@ -1206,7 +1192,6 @@ def plan(model, family, rename=str):
         suffix = '' if key.endswith(name) else f'.{kind}'
         theirs = [prefix + one + suffix for one in (theirs(config) if callable(theirs) else theirs).split()]
 
-        # our rows in stored tensors
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
         order = next((family.rows[key] for key in keys if key in family.rows), None)
         if order:

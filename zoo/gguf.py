@@ -93,7 +93,7 @@ def fixed_fields(kind, config):
 # writing ----------------------------------------------------------------------------------------------------
 
 def rope_keys(config, arch):
-    """A rope_scaling as llama.cpp's (keys, tensors). Raises UserError if it is unsupported."""
+    """A rope_scaling as llama.cpp's (keys, tensors)."""
     scaling = config.rope_scaling or {}
     if arch == 'llama' and scaling.get('rope_type') in ('llama3', 'longrope'):
         freq = config.rope_base ** -(torch.arange(0, config.rope_dim, 2) / config.rope_dim)
@@ -180,7 +180,7 @@ def contents(path):
 
 
 def read_gguf(path):
-    """Implements hub.read_published for a GGUF file. Raises UserError if unsupported."""
+    """Implements hub.read_published for a GGUF file."""
     keys, stored = contents(path)
     arch = keys['general.architecture']
     kinds = {theirs: kind for kind, (theirs, _) in reversed(ARCHITECTURES.items())}
@@ -236,7 +236,7 @@ SPLITS = {  # pattern in tokenizer.json: llama.cpp's name
 
 
 def tokenizer_keys(tokenizer, n_vocab):
-    """A tokenizer as llama.cpp's keys. Raises UserError unless it is byte-level BPE with a known pattern."""
+    """A tokenizer as llama.cpp's keys."""
     if tokenizer is None:
         raise UserError("a .gguf file needs a tokenizer, and this model has none: export a folder instead")
     spec = json.loads(library_tokenizer(to_json(tokenizer)).to_str())
@@ -268,7 +268,7 @@ def tokenizer_keys(tokenizer, n_vocab):
 
 
 def read_tokenizer(path):
-    """The tokenizer of a file. Raises UserError if it is unsupported."""
+    """The tokenizer of a file."""
     keys, _ = contents(path)
     model = keys.get('tokenizer.ggml.model')
     splits = keys.get('tokenizer.ggml.pre', 'unnamed') if model == 'gpt2' else model

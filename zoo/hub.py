@@ -6,9 +6,7 @@ Reads and writes published models.
     python zoo/hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # writes a file for llama.cpp
     python zoo/hub.py families             # lists the supported families
 
-train.py, sample.py and bench.py accept --init_from=<id, folder or .gguf>, and prepare.py accepts
---tokenizer=<id, folder or .gguf>. huggingface_hub's environment variables, such as HF_TOKEN, apply. Weights
-are never read from pickles.
+huggingface_hub's environment variables, such as HF_TOKEN, apply. Weights are never read from pickles.
 """
 import dataclasses
 import functools
@@ -60,7 +58,7 @@ INDEX = 'model.safetensors.index.json'  # names the files of a model with severa
 
 
 def files(folder, pattern):
-    """Sorted paths in a folder. Raises FileNotFoundError if there are none."""
+    """Sorted paths in a folder."""
     found = sorted(pathlib.Path(folder).glob(pattern))
     if not found:
         raise FileNotFoundError(f"{folder}/{pattern} is missing: a model needs config.json, all its "
@@ -70,7 +68,7 @@ def files(folder, pattern):
 
 
 def read_json(folder, name):
-    """The object in a JSON file. Raises FileNotFoundError or UserError."""
+    """The object in a JSON file."""
     return json_object(files(folder, name)[0])
 
 
@@ -83,7 +81,7 @@ def weight_names(folder):
 
 
 def read_headers(folder):
-    """The safetensors in a folder: {name: Stored}. Raises FileNotFoundError."""
+    """The safetensors in a folder: {name: Stored}."""
     stored = {}
     for path in (path for name in weight_names(folder) for path in files(folder, name)):
         opened = functools.partial(package('safetensors').safe_open, path, 'pt')
@@ -136,7 +134,7 @@ def bare(name):
 
 
 def check(parts, stored, model, family, folder):
-    """Raises UserError, naming all missing, unexpected or differently shaped tensors, or quantized ones."""
+    """Raises UserError, naming all tensors that are missing, unexpected, differently shaped or quantized."""
     from sample import IGNORED
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     others = f"{family.names['lm_head']}.weight",  # a tied head
@@ -170,8 +168,7 @@ def fill(model, parts, stored):
 
 
 def read_published(path):
-    """A folder or GGUF file -> config.json, GPTConfig, arguments of plan, {name: Stored}. Raises OSError or
-    UserError."""
+    """A folder or GGUF file -> config.json, GPTConfig, arguments of plan, {name: Stored}."""
     with reading(path):
         if path.endswith('.gguf'):
             return gguf.read_gguf(path)

@@ -64,14 +64,14 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def can_cut(self):
-        """Whether texts may be split at CUT. Llama 2's may not: it adds a space to each text."""
+        """Llama 2 cannot encode a text in pieces, because it adds a space to each text."""
         parts = 'a', ' b', '\nc'
         return (not any(CUT.search(token.decode(errors='ignore')) for token in self.tokens.values())
                 and self.encode_chat(''.join(parts)) == [i for part in parts for i in self.encode_chat(part)])
 
 
 def library_tokenizer(source):
-    """The text of a tokenizer.json -> tokenizers.Tokenizer. Raises UserError unless it is BPE or Unigram."""
+    """The text of a tokenizer.json -> tokenizers.Tokenizer."""
     tok = package('tokenizers').Tokenizer.from_str(source)
     if (kind := type(tok.model).__name__) not in ('BPE', 'Unigram'):
         raise UserError(f'unsupported model {kind}: BPE and Unigram are supported')
@@ -108,7 +108,7 @@ FILES = ['tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', '
 
 
 def json_object(path):
-    """The object in a JSON file, {} if it is missing. Raises UserError."""
+    """The object in a JSON file, {} if it is missing."""
     with reading(path):
         return {**json.loads(path.read_bytes())} if path.exists() else {}  # other values raise TypeError
 
@@ -163,8 +163,7 @@ def byte_chars():
 
 def to_json(tok):
     """The text of a tokenizer.json for any tokenizer. Our tables have no list of merges, so each pair of
-    tokens that forms a token becomes a merge with that token's rank. Raises UserError if the
-    tokenizer.json encodes a text differently."""
+    tokens that forms a token becomes a merge with that token's rank."""
     if tok.source:
         return tok.source
     special = {*tok.special.values()}

@@ -29,7 +29,6 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self):
-        """The weight with its update."""
         return self.base.weight + self.scale * (self.lora_b @ self.lora_a).to(self.base.weight.dtype)
 
     @property
@@ -45,7 +44,7 @@ class LoRALinear(nn.Module):
 @torch.no_grad()
 def add_lora(model, rank, alpha, targets):
     """Freezes a GPT and replaces linear layers in its blocks by LoRALinear, with scale alpha / rank. targets:
-    ends of names, such as 'mlp.c_proj'. Raises UserError unless all targets name linear layers."""
+    ends of names, such as 'mlp.c_proj'."""
     modules = dict(model.h.named_modules())
     chosen = set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
@@ -78,7 +77,7 @@ def merge_lora(model):
 
 def start_lora(model, config, loaded):
     """Adds adapters to a model. config: train.py's settings; loaded: sample.load's third result, or {}.
-    Returns a checkpoint's 'lora'. Raises UserError if the base model is missing or in out_dir."""
+    Returns a checkpoint's 'lora'."""
     if not loaded:
         raise UserError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
     path = loaded['path']
@@ -105,9 +104,8 @@ def checksum(path, model):
 
 
 def adapted_model(checkpoint, state, merge, changes):
-    """Loads the base model of a checkpoint, and adds its adapters, `state`. merge: call merge_lora. The base
-    is at its old path, at the same path relative to the adapters, at `base` in their folder, or on the hub.
-    Raises FileNotFoundError, or UserError if the base has other weights."""
+    """Loads the base model of a checkpoint, and adds its adapters, `state`. The base is at its old path, at
+    the same path relative to the adapters, at `base` in their folder, or on the hub."""
     from sample import CHANGEABLE, is_published, load
     lora = checkpoint['lora']
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
