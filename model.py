@@ -1,7 +1,7 @@
 """
 A modern decoder-only language model, in four parts.
 
-    I    the decoder, a whole Qwen3
+    I    the decoder, a whole Qwen3: settings, layers, norm, rotation, attention, MLP, block, GPT
     II   cache, masks, attention kernels
     III  experts and variants
     IV   validation and accounting
@@ -150,7 +150,7 @@ class GPTConfig:
         complete(self)
 
     def at(self, layer):
-        """A layer with a window has the values in `local`."""
+        """The config of a layer. A layer with a window has the values in `local`."""
         if not self.local or self.window_of(layer) is None:
             return self
         return dataclasses.replace(self, **self.local, local=None)
@@ -566,6 +566,7 @@ class GPT(nn.Module):
         return F.dropout(x, config.dropout, self.training)
 
     def blocks(self, x0, context):
+        """(B, T, C) -> (B, T, C)"""
         x = x0
         for i, block in enumerate(self.h):
             if self.config.residual_lambdas:
@@ -642,9 +643,9 @@ class ForwardContext:
     # flex             whether to use flex_attention where a mask or a score needs it
     # dtype            dtype of matmuls
     # learned          (B, T) bool, whether a token has a target; None without targets
-    # weights          see GPT.forward
+    # weights          None, or a list that collects attention weights
     # routing          None, or a list that collects (module, balance, z, load) of experts
-    # handed           see above
+    # handed           layer -> what it passes to later layers
 
     def __init__(self, **values):
         self.handed = {}  # no dataclass: FSDP would copy it for each block
@@ -748,6 +749,7 @@ class Cache:
         return min(window, self.max_len) if self.rolling and window else self.max_len
 
     def append(self, mixer, context, *new):
+        """Stores tensors (B, heads, T, width). Returns tensors to attend to, (B, heads, S, width)."""
         slots = self.slots[mixer.number]
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
@@ -880,7 +882,8 @@ class Mask:
 
 
 def make_mask(model, context, window, has_alibi, in_chunks):
-    """The Mask of a mask_kind. window: tokens that the layers' cache keeps."""
+    """The Mask of a mask_kind. window: tokens that the layers' cache keeps. in_chunks: a query sees only its
+    chunk of `window` tokens."""
     config = model.config
     positions = context.positions
     cache = context.cache
@@ -965,9 +968,11 @@ ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def sdpa_plan(device, dtype, fits_flash, is_causal):
-    """How query heads share a key head in scaled_dot_product_attention, and whether to allow cuDNN. cuDNN is
-    the fastest in training, but it plans slowly for each new shape, and its results with masks were wrong
-    (pytorch issues 196678, 193893)."""
+    """How query heads share a key head in scaled_dot_product_attention, and whether to allow cuDNN.
+
+    'rows': the heads become rows of one product. 'repeat': each head gets a copy of the keys. 'gqa': the
+    kernel shares them. cuDNN is the fastest in training, but it plans slowly for each new shape, and its
+    results with masks were wrong (pytorch issues 196678, 193893)."""
     use_cudnn = device != 'cuda' or is_causal and torch.is_grad_enabled()
     if not is_causal:
         return 'rows', use_cudnn
@@ -1171,14 +1176,14 @@ class Experts(nn.Module):
 
 ROUTERS = {
     # name: (logits -> log scores of the experts, scores in a group -> score of the group)
-    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),
-    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),
+    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
+    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),         # DeepSeek-V3
 }
 
 
 class MoE(nn.Module):
     """Mixture of experts: each token passes through the n_expert_active experts with the highest router
-    scores and through the shared experts."""
+    scores (arXiv:1701.06538) and through the shared experts (arXiv:2401.06066)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -1195,7 +1200,7 @@ class MoE(nn.Module):
         self.register_buffer('expert_bias', torch.zeros(config.n_expert) if config.balance_bias else None)
 
     def forward(self, x, context):
-        flat = x.flatten(0, 1)  # (n, C)
+        flat = x.flatten(0, 1)  # (B, T, C) -> (n, C)
         k = self.config.n_expert_active
         weight, chosen, logits, score = self.route(self.ln_router(flat))
         expert, order = chosen.flatten().sort(stable=True)  # choices sorted by expert
@@ -1245,7 +1250,8 @@ class MoE(nn.Module):
 
     def statistics(self, chosen, logits, score, learned):
         """learned (B, T) bool: the tokens that count -> balance, 0-d, 1 if experts are used evenly (Switch,
-        arXiv:2101.03961, equations 4 to 6); z, 0-d (ST-MoE, arXiv:2202.08906); load (E,)"""
+        arXiv:2101.03961, equations 4 to 6); z, 0-d (ST-MoE, arXiv:2202.08906); load (E,),
+        how often each expert was chosen"""
         E = self.config.n_expert
         rows = learned if self.config.balance_per_sequence else learned.view(1, -1)
         n = rows.sum(1, keepdim=True).clamp(min=1)
@@ -1286,7 +1292,7 @@ def routing_losses(routing):
 
 @torch.no_grad()
 def move_balance(model, loads, rate):
-    """Updates the expert biases by the loads (layers with experts, E): arXiv:2408.15664."""
+    """Adapts the expert biases to the loads (layers with experts, E), as in arXiv:2408.15664."""
     experts = [part for part in model.modules() if hasattr(part, 'expert_bias')]
     for part, load in zip(experts, loads, strict=True):
         part.expert_bias += rate * (load.mean() - load).sign()
@@ -1473,7 +1479,7 @@ NORM_PLACEMENTS = {
 
 def complete(config):
     """Fills in the defaults and raises the errors of GPTConfig."""
-    config.n_expert = config.n_expert or None
+    config.n_expert = config.n_expert or None  # --n_expert=0 means None
     config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
     if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
         import mixers  # noqa: F401 (adds its letters and activations)

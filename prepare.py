@@ -903,7 +903,8 @@ class Bins:
     SPLIT_WORD. The last word counts: train_2_val_000001.bin is for validation.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. `columns` has the shards of each column; '' is the tokens.
+    target at most once. x.mask.bin is 1 for tokens that are learned. `columns` has the shards of each
+    column; '' is the tokens.
     """
     def __init__(self, folder, split):
         self.vocab_size = None

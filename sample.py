@@ -405,7 +405,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     while True:
         drawn = ahead
         if ahead is None:
-            # Feed new contexts except the last token.
+            # 1. Feed new contexts except the last token.
             if rows := rows_to_fill(samples, waiting, size):
                 if is_new and len(rows) == len(samples):
                     cache.reset()
@@ -414,7 +414,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 for mark, row in zip(marks, rows):
                     mark[0, samples[row].tokens[:-1]] = True
                 seen[rows] = marks.to(sampling_device)
-            # Drop ended rows. In a compiled step, they overwrite their last slot.
+            # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:
                 return
@@ -424,8 +424,9 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 cache.select(active)
                 samples = [samples[row] for row in active]
                 seen = seen[active]
+            # 3. Feed last tokens; draw the next tokens.
             drawn = draw(torch.tensor([sample.tokens[-1:] for sample in samples], device=device))
-        # Read the drawn tokens while a GPU draws the next tokens. States of a given cache could not rewind.
+        # 4. Read them while a GPU draws the next tokens. States of a given cache could not rewind.
         tokens = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None
@@ -434,6 +435,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             ahead = draw(drawn.clamp(min=0), 1).clone()  # a CUDA graph reuses its output
         if copied:  # not on CPUs
             copied.synchronize()
+        # 5. Append them.
         for sample, token in zip(samples, tokens.flatten().tolist()):
             if sample.n_left and token < 0:
                 raise UserError("the logits are NaN: the weights are damaged, or float16 overflows: "

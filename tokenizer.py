@@ -403,6 +403,7 @@ def words_of(text):
 def train_bpe(counts, n_merges):
     """{word: count} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
 
+    Merges the commonest pair of neighbours within words, while it occurs twice, up to n_merges times.
     Among equally common pairs, the pair with the lowest ids comes first. Tokens have at most LONGEST bytes.
 
     Once both tokens of a pair exist, the pair can only become rarer. So the code finds its places

@@ -10,8 +10,9 @@ Trains a model on a folder of tokens.
 
 Config files and --name=value set every setting below and every field of GPTConfig.
 
-A new run renames an earlier run's files in out_dir. Ctrl-C, SIGTERM and time_limit save ckpt.pt and then
-evaluate; --init_from=resume continues the run bit for bit.
+The main program is at the end of this file. A new run renames an earlier run's files in out_dir.
+Ctrl-C, SIGTERM and time_limit save ckpt.pt and then evaluate; --init_from=resume continues the run bit
+for bit.
 """
 import time
 
@@ -595,7 +596,8 @@ class Run:
             dist.barrier(self.patient)
 
     def state(self, optimizers=True):
-        """The part of a checkpoint that changes. All ranks must call it."""
+        """The part of a checkpoint that changes. All ranks must call it, but only rank 0 gets gathered
+        tensors."""
         weights = self.model.state_dict()
         names = {w: name for name, w in self.model.named_parameters()}
         states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
@@ -645,7 +647,8 @@ def further_losses(aux, config):
 
 
 def gradients(run, batch):
-    """Adds up the gradients of a batch, [Batch]. Returns entries of the row of the log."""
+    """Adds up the gradients of a batch, [Batch]. Returns entries of the row of the log. 'loss' and 'weight'
+    are of this rank."""
     losses = []
     loads = []
     for i, micro in enumerate(batch, 1):

@@ -278,7 +278,8 @@ def test_a_limit_on_history_forgets_the_oldest_turns(history, system):
 
 def test_a_base_model_continues_each_typed_text(monkeypatch, capsys):
     tok, model = make_tokenizer('byte'), chat_model()
-    monkeypatch.setattr('builtins.input', unittest.mock.Mock(side_effect=['Hi', 'Once', 'x' * 600, EOFError()]))
+    typed = ['Hi', 'Once', 'x' * 600, EOFError()]
+    monkeypatch.setattr('builtins.input', unittest.mock.Mock(side_effect=typed))
     flat_sample.converse(new_chat(model, tokenizer=tok, system=''))
     out = capsys.readouterr().out
     for prompt in 'Hi', 'Once':

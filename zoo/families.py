@@ -18,9 +18,10 @@ from model import LOCAL, MOST_LAYERS, ROPE_SCALINGS, GPTConfig, letter, rope_tab
 class Family(typing.NamedTuple):
     """How transformers stores one model_type.
 
-    If new names are not enough, use a Rule for a field, and `rows` or `layouts` for a tensor. A field of
-    config.json that no column mentions raises an error if transformers reads it and its value is not the
-    default. So run `python .ci/defaults.py` after you add a family.
+    To add a family, change a similar one: see `like`. If new names are not enough, use a Rule for a field,
+    and `rows` or `layouts` for a tensor. A field of config.json that no column mentions raises an error if
+    transformers reads it and its value is not the default. So run `python .ci/defaults.py` after you add a
+    family.
     """
     arch: str                   # the class in transformers
     fields: dict                # {GPTConfig's field: names in config.json}, if FIELDS does not fit; '': none
