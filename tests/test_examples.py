@@ -269,6 +269,22 @@ def test_value_residual():
     near(last, mixer.lambdas[0] * first + mixer.lambdas[1] * own)
 
 
+@torch.no_grad()
+def test_value_embeddings():
+    """Next to nanochat's line, head by head."""
+    with imported('value_embeddings'):
+        model, idx = random_model(mixer_pattern='AE')
+        mixer = model.h[1].attn
+        xs = []
+        mixer.register_forward_pre_hook(lambda _, args: xs.append(args[0]))
+        _, _, v, _ = inside(mixer, model, idx)
+        own = mixer.c_attn(xs[0])[2][0]                     # (T, heads D)
+    rows = mixer.table.weight[idx[0]]
+    for head, part in enumerate((slice(8), slice(8, 16))):
+        gate = 3 * torch.sigmoid(xs[0][0, :, :12] @ mixer.gate.weight[head])
+        near(v[head], own[:, part] + gate[:, None] * rows[:, part])
+
+
 def test_label_smoothing():
     with imported('label_smoothing'):
         model, idx = random_model()
