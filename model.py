@@ -1063,7 +1063,7 @@ def project(x, w, bias=None):
     if not (x.is_cpu and x.numel() == x.shape[-1] == w.shape[1] and x.dtype == w.dtype
             and torch.compiler.is_compiling() and not torch.is_grad_enabled()):
         return F.linear(x, w, bias)
-    one = x.flatten().float()  # one token in a compiled step: a loop that reads w once
+    one = x.flatten().float()  # for one token, the compiler makes a loop that reads w once
     one = one.as_strided(one.shape, one.stride())  # otherwise computed again for each row of w
     y = (w.float() * one).sum(dim=-1)
     return (y if bias is None else y + bias.float()).to(x.dtype).view(*x.shape[:-1], -1)
@@ -1249,9 +1249,11 @@ class MoE(nn.Module):
         return weight * config.routed_scaling_factor, chosen, logits, score
 
     def statistics(self, chosen, logits, score, learned):
-        """learned (B, T) bool: the tokens that count -> balance, 0-d, 1 if experts are used evenly (Switch,
-        arXiv:2101.03961, equations 4 to 6); z, 0-d (ST-MoE, arXiv:2202.08906); load (E,),
-        how often each expert was chosen"""
+        """Statistics over the tokens for which learned (B, T) is True:
+
+        balance  0-d, 1 if experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6)
+        z        0-d (ST-MoE, arXiv:2202.08906)
+        load     (E,), how often each expert was chosen"""
         E = self.config.n_expert
         rows = learned if self.config.balance_per_sequence else learned.view(1, -1)
         n = rows.sum(1, keepdim=True).clamp(min=1)
@@ -1292,7 +1294,7 @@ def routing_losses(routing):
 
 @torch.no_grad()
 def move_balance(model, loads, rate):
-    """Adapts the expert biases to the loads (layers with experts, E), as in arXiv:2408.15664."""
+    """Moves the expert biases toward a balanced load (arXiv:2408.15664). loads: (layers with experts, E)."""
     experts = [part for part in model.modules() if hasattr(part, 'expert_bias')]
     for part, load in zip(experts, loads, strict=True):
         part.expert_bias += rate * (load.mean() - load).sign()
@@ -1530,7 +1532,7 @@ def choices(kind):
     return [x for part in typing.get_args(kind) or [kind] for x in typing.get_args(part) or [part]]
 
 
-MOST_LAYERS = 4096  # and experts: creating one takes milliseconds
+MOST_LAYERS = 4096  # also of experts: creating a layer or an expert takes milliseconds
 
 
 def wrong_values(config):

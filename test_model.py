@@ -164,7 +164,7 @@ def as_on_cuda(monkeypatch):
 @pytest.mark.parametrize('options', GRID, ids=grid_name)
 def test_cached_equals_uncached(options, monkeypatch):
     check.check_cache(small(**options))
-    if options in GRID and options not in GRID[::3]:  # every third takes long enough
+    if options in GRID and options not in GRID[::3]:  # every third, to save time
         return
     as_on_cuda(monkeypatch)
     check.check_cache(small(**options))

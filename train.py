@@ -577,7 +577,7 @@ class Run:
         self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
         self.sharded = any(map(is_sharded, self.params))
-        self.mixed = contextlib.nullcontext  # in it, torch accepts split and whole tensors together
+        self.mixed = contextlib.nullcontext  # a context in which split and whole tensors may be mixed
         if self.sharded:
             from torch.distributed.tensor.experimental import implicit_replication
             self.mixed = implicit_replication
