@@ -445,7 +445,6 @@ FIELDS = dict(  # GPTConfig's field: config.json's fields. A family has those th
     linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads')
 BASE = Family(
     arch='LlamaForCausalLM', layer='model.layers.N.', fields={}, fixed=dict(qk_norm=False),
-    defaults=DEFAULTS['llama'],
     names={
         'wte': 'model.embed_tokens', 'ln_f': 'model.norm', 'lm_head': 'lm_head',
         'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm',
@@ -697,7 +696,7 @@ add(
            Rule(read_granite_hybrid, write_granite_hybrid)})
 add(
     'nemotron_h', 'bamba', 'NemotronHForCausalLM', layer=nemotron_layer,
-    fields=dict(n_layer='', tie_word_embeddings='', qkv_bias='', proj_bias='', n_shared_expert='',
+    fields=dict(tie_word_embeddings='', qkv_bias='', proj_bias='', n_shared_expert='',
                 linear_n_key_head='n_groups', linear_n_value_head='mamba_num_heads',
                 linear_key_head_dim='ssm_state_size',
                 linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
