@@ -506,5 +506,4 @@ def kind_of(state):
 
 def tokenizer_from_state(state):
     """Rebuilds a tokenizer from its state()."""
-    state = dict(state)
     return kind_of(state)(**{name: state[name] for name in state if name != 'kind'})
