@@ -358,10 +358,8 @@ class Muon(torch.optim.Optimizer):
                 momentum.lerp_(grad, 1 - group['momentum'])
                 w.mul_(1 - lr * group['weight_decay'])
                 moves.append((w, grad.lerp(momentum, group['momentum']), self.row_splits[w]))
-            sharded = [move for move in moves if is_sharded(move[0])]
             subtract_orthogonalised([move for move in moves if not is_sharded(move[0])], lr)
-            if sharded:
-                subtract_whole(subtract_orthogonalised, sharded, lr)
+            subtract_whole([move for move in moves if is_sharded(move[0])], lr)
 
 
 def subtract_orthogonalised(moves, lr):
@@ -543,8 +541,8 @@ def gather(state):
     return tree_map_only(DTensor, whole, state)
 
 
-def subtract_whole(subtract, moves, lr):
-    """Muon's subtract(moves, lr) for split matrices. Gathers as many at once as
+def subtract_whole(moves, lr):
+    """subtract_orthogonalised for split matrices. Gathers as many at once as
     there are ranks."""
     moves.sort(key=lambda move: move[0].shape)
     while moves:
@@ -552,7 +550,7 @@ def subtract_whole(subtract, moves, lr):
         del moves[:RANKS]
         whole = [(torch.zeros(w.shape, device=w.device), update.full_tensor(), rows)
                  for w, update, rows in some]
-        subtract(whole, lr)
+        subtract_orthogonalised(whole, lr)
         for (w, *_), (change, *_) in zip(some, whole):
             w += split_like(w, change)
 
