@@ -296,7 +296,6 @@ def print_parameters(model, title, params, mixer=None):
         how = [getattr(init, 'func', init).__name__]  # init may be a functools.partial
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
         n, _, flops = cost(model, full_name, w)
-        forward = flops // (3 if w.requires_grad else 2)
         name = re.sub(r'^h\.\d+\.', '', full_name)
         shapes = {name: w.shape}
         if fused and len(fused) > 1:
@@ -305,7 +304,7 @@ def print_parameters(model, title, params, mixer=None):
                       for part, rows in zip(names, fused)}
         for label, shape in shapes.items():
             share = math.prod(shape) / w.numel()
-            counts[label] = [round(x * share) for x in (n, forward, flops)]
+            counts[label] = [round(x * share) for x in (n, flops // 3, flops)]
             texts[label] = [' x '.join(map(str, shape)), ' '.join(how), group]
     if hasattr(mixer, 'head_widths'):
         attended = mixer.n_head * mixer.n_keys(length)  # scores per token
