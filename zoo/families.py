@@ -418,8 +418,6 @@ NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N')
 MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(D='dense', E='sparse'))
 DENSE_LAYERS = listed('expert_pattern', 'mlp_only_layers', 'D', 'E')
 LENGTH_SCALE = {'rope_parameters': Rule(read_ministral3, write_ministral3)}
-LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
-                           lambda config: 1 / config.logit_scale)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
 LOCAL_ROPE = {'sliding_window': Rule(read_rope_where_short)}
 ROPE_WHERE_SHORT = {'sliding_window': Rule(read_rope_where_short, write_rope_where_short)}
@@ -522,20 +520,22 @@ add(
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.', fields={},
     fixed=dict(block_size=2048, norm='layernorm', bias=True, qk_norm=False, pos='alibi',
-               mlp='gelu_tanh', embed_norm=True),
+               mlp='gelu_tanh'),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
            'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
            'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
            'attn.c_proj': 'self_attention.dense', 'mlp.c_fc': 'mlp.dense_h_to_4h',
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
     rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')}, rules={'slow_but_exact': UNUSED})
-add('bloom', BLOOM, fields=dict(block_size='seq_length', n_embd='hidden_size n_embed'))
+add(
+    'bloom', BLOOM, fields=dict(block_size='seq_length', n_embd='hidden_size n_embed'),
+    fixed=dict(embed_norm=True))
 add(
     'falcon', BLOOM, 'FalconForCausalLM',
     fields=dict(n_layer='num_hidden_layers n_layer', bias='bias', head_dim='',
                 n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv',
                 d_ff='ffn_hidden_size'),
-    fixed=dict(norm_bias=True, pos='rope', embed_norm=False),
+    fixed=dict(norm_bias=True, pos='rope'),
     names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
            'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
                                    else 'post_attention_layernorm')},
@@ -545,7 +545,7 @@ add(
 
 add(
     'gpt2', BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None},
-    fixed=dict(pos='learned', embed_norm=False),
+    fixed=dict(pos='learned'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
            'mlp.c_proj': 'mlp.c_proj'},
@@ -589,9 +589,11 @@ add(
     'glm', BASE, 'GlmForCausalLM', fields=dict(proj_bias=''), rows=INTERLEAVED,
     fixed=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 add(
-    'granite', 'llama', 'GraniteForCausalLM', rules=LOGITS_SCALING,
+    'granite', 'llama', 'GraniteForCausalLM',
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
-                residual_scale='residual_multiplier'))
+                residual_scale='residual_multiplier'),
+    rules=converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
+                    lambda config: 1 / config.logit_scale))
 add(
     'granitemoe', 'granite', 'GraniteMoeForCausalLM', fields=EXPERTS,
     names={'mlp.router': 'block_sparse_moe.router.layer',
@@ -599,8 +601,6 @@ add(
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
-WINDOWS_AND_SINKS = dict(layers='LSSS', fixed=dict(attn_sink=True))
-LAYER_ROPE = {'layer_rope_theta': Rule(read_layer_rope, write_layer_rope)}
 add(
     'hunyuan_v1_dense', BASE, 'HunYuanDenseV1ForCausalLM',
     fixed=dict(qk_norm='rotated'),
@@ -646,13 +646,13 @@ add(
            'ln_f': 'model.final_layernorm'},
     rules=listed('mixer_pattern', 'attn_layer_indices', 'A', 'B'))
 add(
-    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=''),
-    fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
+    'deepseek_v2', 'youtu', 'DeepseekV2ForCausalLM', fields=dict(mlp_bias='', norm_topk_prob=''),
+    fixed=dict(norm_topk_prob=False),
     rules={'topk_method': Rule(write=write_deepseek_v2)})
 add(
     'gpt_neox', BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
     fields=dict(head_dim=''),
-    fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
+    fixed=dict(pos='rope', partial_rotary_factor=0.25),
     names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
     rules={**converted('norm_placement', 'use_parallel_residual',
@@ -664,7 +664,7 @@ add(
 add(
     'mpt', BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
     fields=dict(attn_scale='softmax_scale'),
-    fixed=dict(bias=False, mlp='gelu', embed_norm=False),
+    fixed=dict(bias=False, mlp='gelu'),
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
@@ -773,37 +773,36 @@ add(
     names={'ln_2': 'post_self_attn_layernorm', 'ln_3': 'post_attention_layernorm',
            'ln_4': 'post_mlp_layernorm'})
 add(
-    'hyperclovax', 'granite', 'HyperCLOVAXForCausalLM',
-    fixed=dict(norm_placement='sandwich'), rules=dict.fromkeys(LOGITS_SCALING),
-    fields=dict(logit_scale='logits_scaling', residual_scale=''),
+    'hyperclovax', 'llama', 'HyperCLOVAXForCausalLM', fixed=dict(norm_placement='sandwich'),
+    fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
+                logit_scale='logits_scaling'),
     names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'})
 add(
     'cohere2', 'cohere', 'Cohere2ForCausalLM', layers='SSSL',
     rules=ROPE_WHERE_SHORT)
 add(
-    'exaone4', 'mistral', 'Exaone4ForCausalLM', layers='SSSL',
-    fixed=dict(qk_norm=True, norm_placement='output'), rules=ROPE_WHERE_SHORT,
-    names=FAMILIES['olmo2'].names)
-add('ernie4_5', 'mistral', 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED)
+    'exaone4', 'olmo2', 'Exaone4ForCausalLM', layers='SSSL',
+    fixed=dict(qk_norm=True), rules=ROPE_WHERE_SHORT)
+add('ernie4_5', 'llama', 'Ernie4_5ForCausalLM', fields=dict(bias='use_bias'), rows=INTERLEAVED)
 add('seed_oss', 'llama', 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'))
 add('internlm3', 'llama')
 add('iquestcoder', 'llama', exports=False)  # AutoModelForCausalLM lacks it
 add('ministral', 'mistral', 'MinistralForCausalLM', layers='S' * 999 + 'L')
 add('ministral3', 'mistral', 'Ministral3ForCausalLM', rules=LENGTH_SCALE)
 add(
-    'mistral4', 'deepseek_v3', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM lacks it
-    fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
+    'mistral4', 'youtu', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM lacks it
+    fixed=dict(partial_rotary_factor=1.0),
     rules=LENGTH_SCALE)
-add('mellum', 'qwen3_moe', 'MellumForCausalLM', layers='L' * 999 + 'S', fixed=dict(local={}),
-    rules=MLP_TYPES | dict.fromkeys(DENSE_LAYERS))
-add('granite_swa', 'granite', 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
-    rules=LAYER_ROPE)
+add('mellum', 'qwen3', 'MellumForCausalLM', layers='L' * 999 + 'S', fixed=dict(local={}), rules=MLP_TYPES)
 add(
-    'granitemoe_swa', 'granitemoe', 'GraniteMoeSWAForCausalLM', **WINDOWS_AND_SINKS, names={
+    'granite_swa', 'granite', 'GraniteSWAForCausalLM', layers='LSSS', fixed=dict(attn_sink=True),
+    rules={'layer_rope_theta': Rule(read_layer_rope, write_layer_rope)})
+add(
+    'granitemoe_swa', 'granite_swa', 'GraniteMoeSWAForCausalLM', fields=EXPERTS, names={
         **GRANITE_SHARED, 'mlp.router': 'block_sparse_moe.router',
         'mlp.experts.c_fc.weight': 'block_sparse_moe.experts.gate_up_proj',
         'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
-    rules=LAYER_ROPE | shared_width('shared_intermediate_size'))
+    rules=shared_width('shared_intermediate_size'))
 add(
     'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias'),
     fixed=LAYERNORM,
@@ -820,10 +819,10 @@ add(
     fixed=dict(qk_norm='rotated', norm_weight=False, embed_norm=True),
     names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped})
 add(
-    'opt', 'mistral', 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
+    'opt', 'jais2', 'OPTForCausalLM', layer='model.decoder.layers.N.',
     fields=dict(bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
                 norm_bias='layer_norm_elementwise_affine'),
-    fixed=dict(LAYERNORM, norm_eps=1e-5, pos='learned'),
+    fixed=dict(norm_eps=1e-5, pos='learned'),
     names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
            'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
            'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
@@ -839,8 +838,7 @@ add(
     'dots1', DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
     fixed=dict(qk_norm=True))
 add(
-    'exaone_moe', DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
-    fixed=dict(qk_norm=True),
+    'exaone_moe', 'dots1', 'ExaoneMoeForCausalLM', layers='SSSL',
     names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
     rules=MLP_TYPES | LOCAL_ROPE)
 add(
@@ -866,7 +864,7 @@ add(
     rules=converted('partial_rotary_factor', 'rotary_dim', lambda given, args: given / head_width(args),
                     lambda config: config.rope_dim))
 add(
-    'ernie4_5_moe', 'mistral', 'Ernie4_5_MoeForCausalLM', layers='L',
+    'ernie4_5_moe', 'llama', 'Ernie4_5_MoeForCausalLM',
     fixed=dict(balance_bias=True),
     rules={**only('moe_layer_end_index', lambda args: (None, -1, args['n_layer'] - 1)),
            'moe_norm_min': UNUSED},
