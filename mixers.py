@@ -262,8 +262,8 @@ def decayed_scores(q, k, total):
 
 def recur(mixer, q, k, v, decay, beta, context):
     """Calls mixer.rule, such as gated_delta_rule, with the last of mixer.states, and keeps the new state.
-    Padding does not change it. q, k, v (B, heads, T, width), decay (B, T, heads, 1 or keys), beta (B, T, heads) ->
-    (B, T, heads, values)"""
+    Padding does not change it. q, k, v (B, heads, T, width), decay (B, T, heads, 1 or keys), beta (B, T,
+    heads) -> (B, T, heads, values)"""
     is_token = context.is_token()
     if is_token is not None:
         beta = beta * is_token[..., None]
