@@ -443,18 +443,18 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             copied.synchronize()
         # 5. Append the tokens drawn.
         for sample, token in zip(samples, tokens.flatten().tolist()):
-            if sample.n_left and token < 0:
+            if not sample.n_left:
+                continue
+            if token < 0:
                 raise UserError("the logits are NaN: the weights are damaged, or float16 overflows: "
                                 "--dtype=float32")
-            if sample.n_left and token not in stop_tokens:
+            if token in stop_tokens:
+                sample.n_left = 0
+            else:
                 sample.n_left -= 1
                 sample.tokens.append(token)
                 yield sample, token
-            elif sample.n_left:
-                sample.n_left = 0
-            else:
-                continue
-            if sample.n_left == 0:
+            if not sample.n_left:
                 yield sample, None
 
 
