@@ -193,20 +193,22 @@ def worded(pattern, theirs, words):
     """The rule of a list with one word per layer. words: {our letter: word}."""
     ours = {word: one for one, word in words.items()}
 
-    def read(c, args):
-        if c[theirs]:
-            args[pattern] = ''.join(ours.get(word, '?') for word in c[theirs])
-    return {theirs: Rule(read, lambda config, c: c.update(
-        {theirs: [words.get(one) for one in letters(config, pattern)]}))}
+    def read(given, args):
+        return ''.join(ours.get(word, '?') for word in given) or args.get(pattern)
+
+    def write(config):
+        return [words.get(one) for one in letters(config, pattern)]
+    return converted(pattern, theirs, read, write)
 
 
 def listed(pattern, theirs, marked, others):
     """The rule of a list of the layers with letter `marked`. Other layers have letter `others`."""
-    def read(c, args):
-        if c[theirs] is not None:
-            args[pattern] = ''.join(marked if i in c[theirs] else others for i in range(args['n_layer']))
-    return {theirs: Rule(read, lambda config, c: c.update(
-        {theirs: [i for i, one in enumerate(letters(config, pattern)) if one == marked]}))}
+    def read(given, args):
+        return ''.join(marked if i in given else others for i in range(args['n_layer']))
+
+    def write(config):
+        return [i for i, one in enumerate(letters(config, pattern)) if one == marked]
+    return converted(pattern, theirs, read, write)
 
 
 def only(theirs, allowed):
@@ -975,7 +977,7 @@ def read_config(c):
         rule.read(c, args)
     if args.get('n_group', 1) == 1:
         args.update(n_group=None, topk_group=None)
-    if 'expert_pattern' in args:
+    if args.get('expert_pattern'):
         args.pop('n_dense_layer', None)
     return {name: value for name, value in args.items() if value is False or value not in (None, 0)}
 
