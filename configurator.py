@@ -243,8 +243,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
 
 
 def is_example(arg):
-    """Whether this is a config file in examples/, which extends the default file."""
-    return arg.endswith('.py') and Path(arg).resolve().parent.name == 'examples'
+    """Whether this config file is in examples/, which extends the default file."""
+    return Path(arg).resolve().parent.name == 'examples'
 
 
 def replaced_names(file):
