@@ -265,8 +265,8 @@ def use_parts(settings, script):
     known = {*re.findall(r'^(?:def|class) (\w+)', code, re.M)}  # a file may patch several scripts
     for found in settings.files:
         for name, value in found.items():
-            table = script.get(name)
-            if not name.isupper() or name not in script or table is value:  # the same: only imported
+            table = script.get(name, value)
+            if not name.isupper() or table is value:  # the same: only imported
                 continue
             if not isinstance(table, dict):
                 raise UserError(f"a config file sets {name}, which is no table: replace it in patch(script)")
