@@ -648,12 +648,6 @@ def step(run, batch):
     return row | {'iter': run.iter_num, 'lr': lr, 'grad_norm': grad_norm}
 
 
-def further_losses(aux, config):
-    """The sum of the model's further losses in aux, times their weights: aux['z'] times the setting z_loss.
-    Raises KeyError for a loss without a setting."""
-    return sum(config[f'{name}_loss'] * value for name, value in aux.items() if value.requires_grad)
-
-
 def gradients(run, batch):
     """Adds up the gradients of a batch, [Batch]. Returns entries of the row of the log: 'loss', the mean over
     this rank's micro-batches; 'weight', their sum; and 'load', (layers, experts), or None."""
@@ -665,7 +659,9 @@ def gradients(run, batch):
         with run.machine.autocast():
             loss, aux = run.forward(micro.inputs, micro.targets)
         losses.append(loss.detach() * micro.weight)
-        loss = (loss + further_losses(aux, run.config)) * micro.weight
+        # aux['z'] times the setting z_loss, and so on
+        further = sum(run.config[f'{name}_loss'] * value for name, value in aux.items() if value.requires_grad)
+        loss = (loss + further) * micro.weight
         if 'load' in aux:
             loads.append(aux['load'])
         # a loss that is not finite makes the gradients of all ranks nan
