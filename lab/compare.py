@@ -168,9 +168,11 @@ def make_variant(name, text, base, place):
     for arg in args:
         if arg.startswith(('--seed=', '--out_dir=')):
             raise UserError(f"{arg} has no effect in a variant: use --seed and --seeds of lab/compare.py")
-        values |= run_file(arg, values) if is_config(arg) else read_flag(arg, known)
         if is_config(arg):
+            values |= run_file(arg, values)
             add_texts(texts, Path(arg))
+        else:
+            values |= read_flag(arg, known)
     meta = Bins(data_folder(values['dataset']), 'train').meta
     if source == ROOT and values['init_from'] == 'scratch':
         fields = {field: values[field] for field, setting in declared(ROOT / 'model.py').items()
