@@ -212,7 +212,7 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     else:
         path = out_dir if init_from == 'resume' else init_from
         if os.path.isdir(path):
-            best = best and os.path.exists(os.path.join(path, 'best.pt'))
+            best = best and os.path.exists(f'{path}/best.pt')
             path = os.path.join(path, 'best.pt' if best else 'ckpt.pt')
         checkpoint = read_checkpoint(path) | {'path': path}
         if checkpoint.get('lora'):

@@ -941,8 +941,7 @@ def config_from_hf(c):
 def read_config(c):
     """config.json -> {GPTConfig's field: value}"""
     c = text_config(c)
-    kind = c.get('model_type')
-    family = family_of(kind)
+    family = family_of(c.get('model_type'))
     usual = family.defaults
     packed = c.get('quantization_config') or {}
     is_read = packed.get('quant_method') in ('mxfp4', 'fp8')
