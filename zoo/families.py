@@ -98,11 +98,6 @@ AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # stored (channels, 1, kernel)
 
 
-def shares(groups, *parts):
-    """Parts (n,) -> the first share of each part, then the second shares, ..."""
-    return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
-
-
 def interleaved(rows):
     """(..., n) in two halves -> pairs with one row of each half."""
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
@@ -129,8 +124,9 @@ def ordered(ours, *stored, groups=None):
     """A function for Family.rows. ours: one letter per projection; stored: the letters in each stored tensor;
     groups: the field with the number of groups, if each group has a share of every projection."""
     def rows(config, *parts):
-        named = dict(zip(ours, parts))
-        return [shares(getattr(config, groups) if groups else 1, *map(named.get, one)) for one in stored]
+        n = getattr(config, groups) if groups else 1
+        named = {name: part.view(n, -1) for name, part in zip(ours, parts)}
+        return [torch.cat([named[name] for name in names], dim=1).flatten() for names in stored]
     return rows
 
 
