@@ -641,7 +641,7 @@ if __name__ == '__main__':
     use_parts(settings, globals())
     check_values(settings, config, globals())
     stop = [stop.replace(r'\n', '\n')] if isinstance(stop, str) else stop or []
-    if not all(isinstance(text, str) and text for text in stop):
+    if not all(stop):
         raise UserError("stop must have texts of at least one character, such as ['END', 'Q:']")
     prompts = [] if chat and start == '\n' else read_prompts(start)
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
