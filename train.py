@@ -660,7 +660,7 @@ def gradients(run, batch):
             loss, aux = run.forward(micro.inputs, micro.targets)
         losses.append(loss.detach() * micro.weight)
         # aux['z'] times the setting z_loss, and so on
-        further = sum(run.config[f'{name}_loss'] * value for name, value in aux.items() if value.requires_grad)
+        further = sum(run.config[f'{name}_loss'] * x for name, x in aux.items() if x.requires_grad)
         loss = (loss + further) * micro.weight
         if 'load' in aux:
             loads.append(aux['load'])
