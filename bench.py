@@ -364,15 +364,6 @@ def other_step(other, batch, machine):
     return gradients, update
 
 
-def print_parts(forward, gradients, update, batch, machine, steps):
-    """Prints milliseconds of the parts of a step with one micro-batch."""
-    def only_forward():
-        with machine.autocast():
-            forward(*batch)
-    parts = np.median(timed([only_forward, gradients, update], steps, np.eye(3))(), axis=0) * 1e3
-    print(f"forward {parts[0]:,.2f} ms, backward {parts[1] - parts[0]:,.2f} ms, update {parts[2]:,.2f} ms")
-
-
 def measure_train(config, model_args):
     """Times training steps."""
     model, machine = model_and_machine(config, model_args)
@@ -394,7 +385,13 @@ def measure_train(config, model_args):
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
     numbers = report(model, machine, times, dict.fromkeys(times, accumulation * batch[0].numel()))
-    print_parts(forward, *steps['flatgpt'], batch, machine, config['steps'])
+
+    def only_forward():
+        with machine.autocast():
+            forward(*batch)
+    # milliseconds of the parts of a step with one micro-batch
+    parts = np.median(timed([only_forward, *steps['flatgpt']], config['steps'], np.eye(3))(), axis=0) * 1e3
+    print(f"forward {parts[0]:,.2f} ms, backward {parts[1] - parts[0]:,.2f} ms, update {parts[2]:,.2f} ms")
     flops = flops_per_token(model) * numbers['tok_per_s']
     peak = peak_flops(device, machine.dtype)
     n = 1024
