@@ -157,14 +157,6 @@ SCHEDULES = {  # share of the decay that is done -> 1 at the peak, 0 at min_lr
 WITHOUT_COOLDOWN = 'cosine', 'linear'  # the others are constant until their cooldown
 
 
-def share_done(it, config):
-    """The share of the decay, 0 to 1, that is done before iteration `it`."""
-    share = 1.0 if config['lr_schedule'] in WITHOUT_COOLDOWN else config['cooldown']
-    end = config['lr_decay_iters'] or config['max_iters']
-    left = (end - it) / max(1, end - config['warmup_iters'])
-    return 1 - min(1.0, max(0.0, left) / share)
-
-
 def lr_at(it, config):
     """The learning rate of iteration `it`."""
     peak = config['learning_rate']
@@ -173,8 +165,12 @@ def lr_at(it, config):
         return peak * (it + 1) / (warmup + 1)
     if not config['decay_lr']:
         return peak
+    share = 1.0 if config['lr_schedule'] in WITHOUT_COOLDOWN else config['cooldown']
+    end = config['lr_decay_iters'] or config['max_iters']
+    left = (end - it) / max(1, end - warmup)
+    done = 1 - min(1.0, max(0.0, left) / share)  # share of the decay
     floor = peak / 10 if config['min_lr'] is None else config['min_lr']
-    return floor + SCHEDULES[config['lr_schedule']](share_done(it, config)) * (peak - floor)
+    return floor + SCHEDULES[config['lr_schedule']](done) * (peak - floor)
 
 
 def set_rates(optimizers, lr):
