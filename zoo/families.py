@@ -1027,7 +1027,7 @@ def rope_fields(given, c, args):
     rope = {name: value for name, value in (older | given).items() if value is not None}
     kind = rope.pop('rope_type', rope.pop('type', 'default'))
     kind = 'longrope' if 'short_factor' in rope else kind  # older files have other names
-    found = {'rope_base': float(rope.pop('rope_theta', args.get('rope_base', 10000.0))), 'rope_scaling': None}
+    found = {'rope_base': float(rope.pop('rope_theta', 10000.0)), 'rope_scaling': None}
     share = None if kind == 'proportional' else rope.pop('partial_rotary_factor', None)
     if 'partial_rotary_factor' in args:
         found['partial_rotary_factor'] = share or args['partial_rotary_factor']
