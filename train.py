@@ -374,8 +374,6 @@ def subtract_orthogonalised(moves, lr):
 
 def orthogonalise_shared(x):
     """Returns orthogonalise(x), each matrix from one rank."""
-    if RANKS == 1:
-        return orthogonalise(x)
     share = slice(RANK * len(x) // RANKS, (RANK + 1) * len(x) // RANKS)
     found = torch.zeros_like(x)
     found[share] = orthogonalise(x[share])
