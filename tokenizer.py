@@ -321,7 +321,7 @@ class TiktokenTokenizer(Tokenizer):
         return cls(name, bpe._pat_str, dict(bpe._special_tokens), rank_table(bpe._mergeable_ranks))
 
     def encode_array(self, text):
-        if len(text) > SPACES and re.search(rf'(?<!\s)\s{{{SPACES}}}', text):
+        if re.search(rf'(?<!\s)\s{{{SPACES}}}', text):
             raise UserError(f'more than {SPACES:,} white-space characters in a row overflow the stack of '
                             'tiktoken: shorten them')
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
