@@ -660,10 +660,8 @@ if __name__ == '__main__':
     if compile:
         print("compiling: this takes a minute or more, and less in later starts")
     options = {name: config[name] for name in (*SAMPLING, *inspect.signature(generate).parameters)
-               if name in config}
-    options |= {'stop': stop}
-    del options['max_new_tokens']
-    conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, history, **options)
+               if name in config} | {'stop': stop}
+    conversation = Chat(model, tokenizer, system, thinking, history=history, **options)
     if not prompts:
         converse(conversation)
         sys.exit()
@@ -675,7 +673,7 @@ if __name__ == '__main__':
     with open(output, 'x', encoding='utf-8') if output else contextlib.nullcontext() as file:
         if not output:
             print(line)
-        for i, stream in completions(model, tokenizer, ids, max_new_tokens, **options):
+        for i, stream in completions(model, tokenizer, ids, **options):
             prompt, number = samples[i]
             if not output:
                 stream.show(f"> {prompt}\n" if chat else prompt)
