@@ -932,7 +932,6 @@ class Bins:
         self.columns = {name: [read_shard(path.with_suffix(f'{name}.bin'), types[name]) for path in paths]
                         for name in types}
         self.shards = self.columns['']
-        self.masks = self.columns.get('.mask', [])
         sizes = [*map(len, self.shards)]
         self.n_tokens = sum(sizes)
         for name, shards in self.columns.items():

@@ -667,7 +667,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
     assert list(zip(inputs.tolist(), targets.tolist())) == [expected[i] for i in order]
-    assert bool(bins.masks) == bins.meta['chats'] == masked
+    assert ('.mask' in bins.columns) == bins.meta['chats'] == masked
     if masked:
         assert bins.read(order, 10)['.page'].tolist() == [more[i] for i in order]
         np.zeros(8, np.int16).tofile(tmp_path / 'train_1.page.bin')
