@@ -335,11 +335,6 @@ def from_json(value):
     return json_value(json.loads(value) if value and isinstance(value, str) else value)
 
 
-def make_messages(*pairs):
-    """(question, answer), ... as messages."""
-    return to_messages([*map(list, pairs)])
-
-
 def contents(conversation):
     """The texts of a conversation's messages."""
     return [without_surrogates(message['content']) for message in conversation.messages]
