@@ -295,7 +295,7 @@ def make_messages(*pairs):
 
 def chat_of(seed, turns=2):
     return make_messages(*[(f'a{prep_awkward(9, seed + turn)}?', f'b{prep_awkward(9, turn)}!')
-                                   for turn in range(turns)])
+                           for turn in range(turns)])
 
 
 def answers_in(tok, ids, mask):
