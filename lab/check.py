@@ -110,8 +110,6 @@ def random_tokens(config, *shape):
 
 def require_equal(found, expected, name, tolerance=1e-4):
     """Raises AssertionError unless all numbers agree within tolerance * max(expected, 1)."""
-    found = torch.as_tensor(found)
-    expected = torch.as_tensor(expected)
     is_close = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=1)  # False for NaN
     if not is_close.all():
         at = tuple(is_close.logical_not().nonzero()[0].tolist())
