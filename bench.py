@@ -132,13 +132,13 @@ def report(model, machine, times, tokens):
     for name, t in times.items():
         low, ms, high = np.percentile(t, [10, 50, 90]) * 1e3
         ratios = np.median(t, axis=1) / tokens[name] / ours
-        times_faster[name] = float(np.median(ratios))
+        times_faster[name] = np.median(ratios)
         rows[name] = [f"{ms:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens[name] / ms * 1e3:,.1f}",
                       f"{times_faster[name]:.2f} ({ratios.min():.2f} to {ratios.max():.2f})"]
     print_table('', ['median ms per step', '10th to 90th percentile', 'tokens/s',
                      'speed of flatgpt relative to this row (range)'], rows)
     print(f"peak memory: {f'{memory:,.0f} MB' if memory else 'n/a'}")
-    ms = float(np.median(times['flatgpt'])) * 1e3
+    ms = np.median(times['flatgpt']) * 1e3
     return {'tok_per_s': tokens['flatgpt'] / ms * 1e3, 'ms': ms, 'times_faster': times_faster,
             'device': machine.device, 'dtype': plain(machine.dtype),
             'params': num_params(model), 'peak_mb': memory}
@@ -452,7 +452,7 @@ def measure_decode(config, model_args):
         print('compiling: a minute or more')
     times = take_turns(sides | {'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1)},
                        config['rounds'])
-    prefill_ms = float(np.median(times.pop('prompt'))) * 1e3
+    prefill_ms = np.median(times.pop('prompt')) * 1e3
     print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
     numbers = report(model, machine, times, dict.fromkeys(times, batch_size) | {'one sequence': 1})
     length = min(model.config.block_size, config['prompt_len'] + new // 2)

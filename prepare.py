@@ -962,7 +962,7 @@ class Bins:
         """{column: (len(indices), block_size + 1)}"""
         ends = self.ends(block_size)
         numbers = np.searchsorted(ends, indices, side='right')
-        begins = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
+        begins = (indices - np.append(0, ends)[numbers]) * block_size
         return {name: np.stack([shards[number][begin:begin + block_size + 1]
                                 for number, begin in zip(numbers, begins)])
                 for name, shards in self.columns.items()}

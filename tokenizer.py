@@ -318,7 +318,7 @@ class TiktokenTokenizer(Tokenizer):
         except requests.RequestException as e:
             raise FileNotFoundError(f'tokenizer={name!r} cannot be downloaded ({e}): go online once, set '
                           'TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=byte') from e
-        return cls(name, bpe._pat_str, dict(bpe._special_tokens), rank_table(bpe._mergeable_ranks))
+        return cls(name, bpe._pat_str, bpe._special_tokens, rank_table(bpe._mergeable_ranks))
 
     def encode_array(self, text):
         if re.search(rf'(?<!\s)\s{{{SPACES}}}', text):

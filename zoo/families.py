@@ -1204,7 +1204,7 @@ def plan(model, family, rename=str):
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
         order = next((family.rows[key] for key in keys if key in family.rows), None)
         if order:
-            rows = order(config, *torch.arange(sum(widths)).split(list(widths)))
+            rows = order(config, *torch.arange(sum(widths)).split(widths))
         else:  # one projection per name; the last has the rest
             theirs = theirs[:len(widths)]  # Gemma 4 may have no separate values
             ends = itertools.accumulate(widths[:len(theirs) - 1])
