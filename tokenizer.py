@@ -179,8 +179,7 @@ class Tokenizer:
         JSON schemas. thinking: if None, the template decides. Raises FileNotFoundError without a template,
         ValueError if it fails or rejects the messages."""
         import jinja2
-        template = self.chat_template
-        if not template:
+        if not self.chat_template:
             raise FileNotFoundError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or '
                                     'prepare the data with another tokenizer, like --tokenizer=bpe:4096')
         messages = json_value(messages)
@@ -189,14 +188,18 @@ class Tokenizer:
                 one.update(dict.fromkeys(THOUGHTS, thoughts))
         switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
         try:
-            if isinstance(template, list):
-                named = {entry['name']: entry['template'] for entry in template}
-                template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
-            return compile_template(template).render(
+            return compile_template(self.template_for(tools)).render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **self.chat_variables, **switch)
         except (jinja2.TemplateError, TypeError) as e:  # bad syntax, or a missing field
             raise UserError(f'the chat template fails: {e!r:.200}') from e
+
+    def template_for(self, tools):
+        """The chat template for these tools, or None. A published template may be a list of several."""
+        if not isinstance(self.chat_template, list):
+            return self.chat_template
+        named = {one['name']: one['template'] for one in self.chat_template}
+        return named.get('tool_use' if tools and 'tool_use' in named else 'default')
 
     def chat(self, *args, **options):
         """Messages -> ids; see render."""
