@@ -341,14 +341,13 @@ def our_step(model, forward, batch, machine, config):
 def other_step(other, batch, machine):
     """The same two functions for transformers or nanoGPT."""
     x, y = batch
-    params = list(other.parameters())
     is_nanogpt = hasattr(other, 'configure_optimizers')
     on_cpu = machine.device == 'cpu'
     if is_nanogpt:
         optimizer = other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
         forward = other if on_cpu else torch.compile(other)
     else:
-        optimizer = torch.optim.AdamW(params, fused=True)
+        optimizer = torch.optim.AdamW(other.parameters(), fused=True)
     autocast = contextlib.nullcontext if is_nanogpt and on_cpu else machine.autocast
 
     def gradients():
@@ -358,9 +357,9 @@ def other_step(other, batch, machine):
             loss.backward()
 
     def update():
-        torch.nn.utils.clip_grad_norm_(params, train.config['grad_clip'])
+        torch.nn.utils.clip_grad_norm_(other.parameters(), train.config['grad_clip'])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     return gradients, update
 
 
