@@ -371,6 +371,8 @@ def compare(config, args, name=''):
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = [make_variant(name, text, args, place) for name, text in named.items()]
+        if len({variant.folder(0) for variant in variants}) < len(texts):
+            raise UserError("two variants are equal: remove one")
         if match != 'none':
             target = variants[0].count(match)
             for variant in variants[1:]:
