@@ -273,20 +273,27 @@ def evaluation_batches(run, bins, batches):
         yield inputs, np.where(places[:, None] < count, targets, -1)
 
 
+@contextlib.contextmanager
+def evaluating(run):
+    """Meanwhile, the model is in evaluation mode and computes in the compute dtype."""
+    run.model.eval()
+    with run.machine.autocast():
+        yield
+    run.model.train()
+
+
 @torch.no_grad()
 def evaluate(run, bins, batches, tokenizer=None):
     """Returns the mean loss (nan without targets), the number of targets and their bytes, over
     evaluation_batches."""
     totals = np.zeros(3)
-    run.model.eval()
-    for inputs, targets in evaluation_batches(run, bins, batches):
-        n_targets = np.count_nonzero(targets != -1)
-        with run.machine.autocast():
+    with evaluating(run):
+        for inputs, targets in evaluation_batches(run, bins, batches):
+            n_targets = np.count_nonzero(targets != -1)
             loss, _ = run.model(*to_device((inputs, targets), run.machine.device))
-        n_bytes = count_bytes(targets, tokenizer) if tokenizer else (
-            n_targets * (bins.meta['bytes_per_token'] or 0))
-        totals += loss.item() * n_targets, n_targets, n_bytes
-    run.model.train()
+            n_bytes = count_bytes(targets, tokenizer) if tokenizer else (
+                n_targets * (bins.meta['bytes_per_token'] or 0))
+            totals += loss.item() * n_targets, n_targets, n_bytes
     total, n_targets, n_bytes = all_reduce(torch.from_numpy(totals)).tolist()
     return total / n_targets if n_targets else math.nan, int(n_targets), n_bytes
 
@@ -297,14 +304,12 @@ def print_by_position(run, bins, batches):
     sequences."""
     block_size = run.model.config.block_size
     sums = torch.zeros(2, block_size, dtype=torch.float64)  # losses, targets
-    run.model.eval()
-    for arrays in evaluation_batches(run, bins, batches):
-        inputs, targets = to_device(arrays, run.machine.device)
-        with run.machine.autocast():
-            logits = run.model(inputs)
-        losses = F.cross_entropy(logits.mT, targets, ignore_index=-1, reduction='none')
-        sums += torch.stack([losses, targets != -1]).sum(1).cpu()
-    sums = all_reduce(sums)
+    with evaluating(run):
+        for arrays in evaluation_batches(run, bins, batches):
+            inputs, targets = to_device(arrays, run.machine.device)
+            losses = F.cross_entropy(run.model(inputs).mT, targets, ignore_index=-1, reduction='none')
+            sums += torch.stack([losses, targets != -1]).sum(1).cpu()
+    all_reduce(sums)
     print0('positions  loss')
     ends = [2**i for i in range((block_size - 1).bit_length())] + [block_size]
     for start, end in zip([0, *ends], ends):
@@ -964,11 +969,9 @@ def print_sample(run, tokenizer, prompts):
     hook = contextlib.nullcontext()
     if run.sharded:  # ranks that draw different tokens would stop at different steps, and wait forever
         hook = run.model.register_forward_hook(lambda model, inputs, logits: dist.broadcast(logits, 0))
-    run.model.eval()
-    with hook, run.machine.autocast():
+    with hook, evaluating(run):
         (text,), _ = complete(run.model, tokenizer, prompts, run.config['sample_tokens'],
                               seed=run.config['seed'])
-    run.model.train()
     print0(f"{'-' * 15} sample:\n{text}\n{'-' * 15}")
 
 
