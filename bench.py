@@ -246,7 +246,7 @@ def measure_params(config, model_args):
     contexts = config['contexts'] or []
     n_bytes = cache_bytes(model, [*contexts, length - 1, length], dtype)
     if contexts:
-        mixing = account(model)['mixing'][2]
+        mixing = mixing_flops(model, length)
         print_table('prompt tokens', ['TFLOPs with weights', 'TFLOPs of attention', 'KV cache, GB'], {
             f'{n:,}': [f"{count:,.4g}" for count in (
                 (flops - mixing) / 3e12 * n, mixing_flops(model, n) / 3e12 * n,

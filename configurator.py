@@ -144,7 +144,8 @@ def checked(origin, name, value, known):
 def read_flag(flag, known):
     """'--name=text' -> {name: value}"""
     name, equals, text = flag.removeprefix('--').partition('=')
-    text = text if not text.startswith('~/') else os.path.expanduser(text)
+    if text.startswith('~/'):
+        text = os.path.expanduser(text)
     return {name: checked(flag, name, text if equals else True, known)}
 
 
@@ -250,7 +251,7 @@ def is_example(arg):
 def replaced_names(file):
     """What a config file has replaced in model.py: names like 'model.make_block' and 'GPT.loss'."""
     model = sys.modules.get('model')
-    places = [model, model.GPT] if hasattr(model, 'GPT') else []
+    places = [model, model.GPT] if model else []
     return [f'{place.__name__}.{name}' for place in places for name, value in vars(place).items()
             if getattr(value, '__module__', None) == file]
 
