@@ -316,7 +316,8 @@ def print_parameters(model, title, params, mixer=None):
     elif mixer:
         counts['attn, without weights'] = [0, mixer.flops(length) // 3, mixer.flops(length)]
     elif model.lm_head is None:
-        counts['head (is wte.weight)'] = [0, 2 * model.wte.weight.numel(), account(model)['head'][2]]
+        n = model.wte.weight.numel()
+        counts['head (is wte.weight)'] = [0, 2 * n, 6 * n]
     print_counts(title, ['shape', 'initial value', 'optimizer group', 'parameters', 'forward FLOPs per token',
                          'training FLOPs per token'], counts, texts)
 
@@ -454,7 +455,7 @@ def measure_decode(config, model_args):
     prefill_ms = np.median(times.pop('prompt')) * 1e3
     print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
     numbers = report(model, machine, times, dict.fromkeys(times, batch_size) | {'one sequence': 1})
-    length = min(model.config.block_size, config['prompt_len'] + new // 2)
+    length = config['prompt_len'] + new // 2
     read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
             + batch_size * cache_bytes(model, [length], machine.dtype)[length])
     large = torch.ones(2**26, device=machine.device)
