@@ -963,7 +963,7 @@ def read_config(c):
         if value is not None:
             args[ours] = activations_of(family).get(value, value) if ours == 'mlp' else value
     refuse(c, **{name: value for name, value in args.items() if isinstance(value, (int, float))
-                 and value > (MOST_LAYERS if name in ('n_layer', 'n_expert') else 10**8)})
+                 and value > (MOST_LAYERS if name == 'n_layer' else 10**8)})
     c = dict.fromkeys(rules) | usual | c
     read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
