@@ -317,10 +317,9 @@ def describe(name, folder):
               f"{'yes' if tokenizer.chat_template else 'no'}")
     except (OSError, ImportError, ValueError) as error:
         return print(f"tokenizer: none ({error})\nfolder: {folder}")
-    size = f'--block_size={min(config.block_size, 1024)}'
     start, data = "--start='Once upon a time'", 'my.txt'
     if tokenizer.chat_template:
-        start, data = '--chat', f'chats.jsonl {size}'
+        start, data = '--chat', f'chats.jsonl --block_size={min(config.block_size, 1024)}'
     name = shlex.quote(name if '/' in name else folder)  # prepare.py does not know gpt2-xl
     print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} {start}",
           f"prepare.py {data} --tokenizer={name} --out=mine",
