@@ -410,7 +410,7 @@ def measure_train(config, model_args):
 @torch.no_grad()
 def time_other(model, prompts, new):
     """Seconds per step of generate in transformers, except the first step."""
-    idx = torch.tensor(prompts, device=next(model.parameters()).device)
+    idx = torch.tensor(prompts, device=model.device)
     stamps = []
 
     def clock(*_):
@@ -456,8 +456,8 @@ def measure_decode(config, model_args):
     print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
     numbers = report(model, machine, times, dict.fromkeys(times, batch_size) | {'one sequence': 1})
     length = config['prompt_len'] + new // 2
-    read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
-            + batch_size * cache_bytes(model, [length], machine.dtype)[length])
+    read = sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
+    read += batch_size * cache_bytes(model, [length], machine.dtype)[length]
     large = torch.ones(2**26, device=machine.device)
     bandwidth = large.nbytes / timed([large.sum], 40)().min()
     share = read * 1e3 / numbers['ms'] / bandwidth
