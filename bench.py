@@ -176,9 +176,8 @@ def named_model(config, model_args, device, dtype=torch.float32):
 def cache_bytes(model, lengths, dtype):
     """{length: bytes of the KV cache and states of one sequence of so many tokens}, without the slot for
     padding and without allocating them."""
-    config = dataclasses.replace(model.config, block_size=max(lengths))  # a cache cannot be longer
-    with torch.device('meta'):
-        model = GPT(config)
+    with torch.device('meta'):  # a cache cannot be longer than block_size
+        model = GPT(dataclasses.replace(model.config, block_size=max(lengths)))
     model.compute_dtype = lambda: dtype  # a meta device has no autocast
     caches = {length: model.make_cache(1, length) for length in lengths}
     return {length: sum(x[:, :, :-1].nbytes for x in itertools.chain(*cache.slots)) +
