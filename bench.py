@@ -132,13 +132,13 @@ def report(model, machine, times, tokens):
     for name, t in times.items():
         low, ms, high = np.percentile(t, [10, 50, 90]) * 1e3
         ratios = np.median(t, axis=1) / tokens[name] / ours
-        times_faster[name] = float(np.median(ratios))
+        times_faster[name] = np.median(ratios)
         rows[name] = [f"{ms:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens[name] / ms * 1e3:,.1f}",
                       f"{times_faster[name]:.2f} ({ratios.min():.2f} to {ratios.max():.2f})"]
     print_table('', ['median ms per step', '10th to 90th percentile', 'tokens/s',
                      'speed of flatgpt relative to this row (range)'], rows)
     print(f"peak memory: {f'{memory:,.0f} MB' if memory else 'n/a'}")
-    ms = float(np.median(times['flatgpt'])) * 1e3
+    ms = np.median(times['flatgpt']) * 1e3
     return {'tok_per_s': tokens['flatgpt'] / ms * 1e3, 'ms': ms, 'times_faster': times_faster,
             'device': machine.device, 'dtype': plain(machine.dtype),
             'params': num_params(model), 'peak_mb': memory}
@@ -174,9 +174,8 @@ def named_model(config, model_args, device, dtype=torch.float32):
 def cache_bytes(model, lengths, dtype):
     """{length: bytes of the KV cache and states of one sequence of so many tokens}, without the slot for
     padding."""
-    config = dataclasses.replace(model.config, block_size=max(lengths))  # a cache cannot be longer
-    with torch.device('meta'):
-        model = GPT(config)
+    with torch.device('meta'):  # a cache cannot be longer than block_size
+        model = GPT(dataclasses.replace(model.config, block_size=max(lengths)))
     model.compute_dtype = lambda: dtype  # a meta device has no autocast
     caches = {length: model.make_cache(1, length) for length in lengths}
     return {length: sum(x[:, :, :-1].nbytes for x in itertools.chain(*cache.slots)) +
@@ -244,7 +243,7 @@ def measure_params(config, model_args):
     contexts = config['contexts'] or []
     n_bytes = cache_bytes(model, [*contexts, length - 1, length], dtype)
     if contexts:
-        mixing = account(model)['mixing'][2]
+        mixing = mixing_flops(model, length)
         print_table('prompt tokens', ['TFLOPs with weights', 'TFLOPs of attention', 'KV cache, GB'], {
             f'{n:,}': [f"{count:,.4g}" for count in (
                 (flops - mixing) / 3e12 * n, mixing_flops(model, n) / 3e12 * n,
@@ -294,7 +293,6 @@ def print_parameters(model, title, params, mixer=None):
         how = [getattr(init, 'func', init).__name__]  # init may be a functools.partial
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
         n, _, flops = cost(model, full_name, w)
-        forward = flops // (3 if w.requires_grad else 2)
         name = re.sub(r'^h\.\d+\.', '', full_name)
         shapes = {name: w.shape}
         if fused and len(fused) > 1:
@@ -303,7 +301,7 @@ def print_parameters(model, title, params, mixer=None):
                       for part, rows in zip(names, fused)}
         for label, shape in shapes.items():
             share = math.prod(shape) / w.numel()
-            counts[label] = [round(x * share) for x in (n, forward, flops)]
+            counts[label] = [round(x * share) for x in (n, flops // 3, flops)]
             texts[label] = [' x '.join(map(str, shape)), ' '.join(how), group]
     if hasattr(mixer, 'head_widths'):
         attended = mixer.n_head * mixer.n_keys(length)  # scores per token
@@ -315,7 +313,8 @@ def print_parameters(model, title, params, mixer=None):
     elif mixer:
         counts['attn, without weights'] = [0, mixer.flops(length) // 3, mixer.flops(length)]
     elif model.lm_head is None:
-        counts['head (is wte.weight)'] = [0, 2 * model.wte.weight.numel(), account(model)['head'][2]]
+        n = model.wte.weight.numel()
+        counts['head (is wte.weight)'] = [0, 2 * n, 6 * n]
     print_counts(title, ['shape', 'initial value', 'optimizer group', 'parameters', 'forward FLOPs per token',
                          'training FLOPs per token'], counts, texts)
 
@@ -339,14 +338,13 @@ def our_step(model, forward, batch, machine, config):
 def other_step(other, batch, machine):
     """The same two functions for transformers or nanoGPT."""
     x, y = batch
-    params = list(other.parameters())
     is_nanogpt = hasattr(other, 'configure_optimizers')
     on_cpu = machine.device == 'cpu'
     if is_nanogpt:
         optimizer = other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
         forward = other if on_cpu else torch.compile(other)
     else:
-        optimizer = torch.optim.AdamW(params, fused=True)
+        optimizer = torch.optim.AdamW(other.parameters(), fused=True)
     autocast = contextlib.nullcontext if is_nanogpt and on_cpu else machine.autocast
 
     def gradients():
@@ -356,19 +354,10 @@ def other_step(other, batch, machine):
             loss.backward()
 
     def update():
-        torch.nn.utils.clip_grad_norm_(params, train.config['grad_clip'])
+        torch.nn.utils.clip_grad_norm_(other.parameters(), train.config['grad_clip'])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     return gradients, update
-
-
-def print_parts(forward, gradients, update, batch, machine, steps):
-    """Prints milliseconds of the parts of a step with one micro-batch."""
-    def only_forward():
-        with machine.autocast():
-            forward(*batch)
-    parts = np.median(timed([only_forward, gradients, update], steps, np.eye(3))(), axis=0) * 1e3
-    print(f"forward {parts[0]:,.2f} ms, backward {parts[1] - parts[0]:,.2f} ms, update {parts[2]:,.2f} ms")
 
 
 def measure_train(config, model_args):
@@ -392,7 +381,13 @@ def measure_train(config, model_args):
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
     numbers = report(model, machine, times, dict.fromkeys(times, accumulation * batch[0].numel()))
-    print_parts(forward, *steps['flatgpt'], batch, machine, config['steps'])
+
+    def only_forward():
+        with machine.autocast():
+            forward(*batch)
+    # milliseconds of the parts of a step with one micro-batch
+    parts = np.median(timed([only_forward, *steps['flatgpt']], config['steps'], np.eye(3))(), axis=0) * 1e3
+    print(f"forward {parts[0]:,.2f} ms, backward {parts[1] - parts[0]:,.2f} ms, update {parts[2]:,.2f} ms")
     flops = flops_per_token(model) * numbers['tok_per_s']
     peak = peak_flops(device, machine.dtype)
     n = 1024
@@ -411,7 +406,7 @@ def measure_train(config, model_args):
 @torch.no_grad()
 def time_other(model, prompts, new):
     """Seconds per step of generate in transformers, except the first step."""
-    idx = torch.tensor(prompts, device=next(model.parameters()).device)
+    idx = torch.tensor(prompts, device=model.device)
     stamps = []
 
     def clock(*_):
@@ -453,12 +448,12 @@ def measure_decode(config, model_args):
         print('compiling: a minute or more')
     times = take_turns(sides | {'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1)},
                        config['rounds'])
-    prefill_ms = float(np.median(times.pop('prompt'))) * 1e3
+    prefill_ms = np.median(times.pop('prompt')) * 1e3
     print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
     numbers = report(model, machine, times, dict.fromkeys(times, batch_size) | {'one sequence': 1})
-    length = min(model.config.block_size, config['prompt_len'] + new // 2)
-    read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
-            + batch_size * cache_bytes(model, [length], machine.dtype)[length])
+    length = config['prompt_len'] + new // 2
+    read = sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
+    read += batch_size * cache_bytes(model, [length], machine.dtype)[length]
     large = torch.ones(2**26, device=machine.device)
     bandwidth = large.nbytes / timed([large.sum], 40)().min()
     share = read * 1e3 / numbers['ms'] / bandwidth

@@ -142,7 +142,8 @@ def checked(origin, name, value, known):
 def read_flag(flag, known):
     """'--name=text' -> {name: value}"""
     name, equals, text = flag.removeprefix('--').partition('=')
-    text = text if not text.startswith('~/') else os.path.expanduser(text)
+    if text.startswith('~/'):
+        text = os.path.expanduser(text)
     return {name: checked(flag, name, text if equals else True, known)}
 
 
@@ -241,14 +242,14 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
 
 
 def is_example(arg):
-    """Whether this is a config file in examples/, which extends the default file."""
-    return arg.endswith('.py') and Path(arg).resolve().parent.name == 'examples'
+    """Whether this config file is in examples/, which extends the default file."""
+    return Path(arg).resolve().parent.name == 'examples'
 
 
 def replaced_names(file):
     """What a config file has replaced in model.py."""
     model = sys.modules.get('model')
-    places = [model, model.GPT] if hasattr(model, 'GPT') else []
+    places = [model, model.GPT] if model else []
     return [f'{place.__name__}.{name}' for place in places for name, value in vars(place).items()
             if getattr(value, '__module__', None) == file]
 
@@ -263,8 +264,8 @@ def use_parts(settings, script):
     known = {*re.findall(r'^(?:def|class) (\w+)', code, re.M)}  # a file may patch several scripts
     for found in settings.files:
         for name, value in found.items():
-            table = script.get(name)
-            if not name.isupper() or name not in script or table is value:  # the same: only imported
+            table = script.get(name, value)
+            if not name.isupper() or table is value:  # the same: only imported
                 continue
             if not isinstance(table, dict):
                 raise UserError(f"a config file sets {name}, which is no table: replace it in patch(script)")

@@ -258,9 +258,10 @@ def decayed_scores(q, k, total):
     return score[..., 0, :, :]
 
 
-def recur(mixer, rule, q, k, v, decay, beta, context):
-    """Calls rule, such as gated_delta_rule, with the last of mixer.states, and keeps the new state. q, k, v
-    (B, heads, T, width), decay (B, T, heads, 1 or keys), beta (B, T, heads) -> (B, T, heads, values)"""
+def recur(mixer, q, k, v, decay, beta, context):
+    """Calls mixer.rule, such as gated_delta_rule, with the last of mixer.states, and keeps the new state.
+    q, k, v (B, heads, T, width), decay (B, T, heads, 1 or keys), beta (B, T, heads) -> (B, T, heads,
+    values)"""
     is_token = context.is_token()
     if is_token is not None:
         beta = beta * is_token[..., None]
@@ -269,7 +270,7 @@ def recur(mixer, rule, q, k, v, decay, beta, context):
              else context.cache.states[mixer.number][-1])
     is_start = None if context.document_starts is None else context.position_ids == 0
     with torch.autocast(q.device.type, enabled=False):
-        y, after = rule(q, k, v, decay.transpose(1, 2), beta.mT[..., None], state, is_start)
+        y, after = mixer.rule(q, k, v, decay.transpose(1, 2), beta.mT[..., None], state, is_start)
     if context.cache is not None:
         state.copy_(after)
     return y.transpose(1, 2)
@@ -329,7 +330,7 @@ class GatedDeltaNet(Mixer):
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
         decay = F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.n_value, -1))
         decay = -self.A_log.float().exp()[:, None] * decay
-        y = recur(self, self.rule, q * self.key_dim ** -0.5, k, v, decay, beta.float().sigmoid(), context)
+        y = recur(self, q * self.key_dim ** -0.5, k, v, decay, beta.float().sigmoid(), context)
         y = F.rms_norm(y, (self.value_dim,), self.o_norm.float(), self.eps)
         y = y * act(gate.unflatten(-1, (self.n_value, -1)).float())
         return self.c_proj(y.type_as(gate).flatten(2))
@@ -414,7 +415,7 @@ class Mamba2(GatedDeltaNet):
         q, k, v = self.convolved(qkv, context)
         step = F.softplus(step.float() + self.dt_bias.float())
         decay = -self.A_log.float().exp() * step
-        y = recur(self, self.rule, q, k, v, decay[..., None], step, context)
+        y = recur(self, q, k, v, decay[..., None], step, context)
         y = (y + self.skip.float()[:, None] * v.transpose(1, 2)).flatten(2) * F.silu(gate.float())
         y = y.unflatten(-1, (self.n_key, -1))
         y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(2) * self.o_norm.float()

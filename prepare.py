@@ -333,11 +333,6 @@ def from_json(value):
     return json_value(json.loads(value) if value and isinstance(value, str) else value)
 
 
-def make_messages(*pairs):
-    """(question, answer), ... as messages."""
-    return to_messages([*map(list, pairs)])
-
-
 def contents(conversation):
     """The texts of a conversation's messages."""
     return [without_surrogates(message['content']) for message in conversation.messages]
@@ -925,7 +920,6 @@ class Bins:
         self.columns = {name: [read_shard(path.with_suffix(f'{name}.bin'), types[name]) for path in paths]
                         for name in types}
         self.shards = self.columns['']
-        self.masks = self.columns.get('.mask', [])
         sizes = [*map(len, self.shards)]
         self.n_tokens = sum(sizes)
         for name, shards in self.columns.items():
@@ -960,7 +954,7 @@ class Bins:
         """{column: (len(indices), block_size + 1)}"""
         ends = self.ends(block_size)
         numbers = np.searchsorted(ends, indices, side='right')
-        begins = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
+        begins = (indices - np.append(0, ends)[numbers]) * block_size
         return {name: np.stack([shards[number][begin:begin + block_size + 1]
                                 for number, begin in zip(numbers, begins)])
                 for name, shards in self.columns.items()}

@@ -209,7 +209,7 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     else:
         path = out_dir if init_from == 'resume' else init_from
         if os.path.isdir(path):
-            best = best and os.path.exists(os.path.join(path, 'best.pt'))
+            best = best and os.path.exists(f'{path}/best.pt')
             path = os.path.join(path, 'best.pt' if best else 'ckpt.pt')
         checkpoint = read_checkpoint(path) | {'path': path}
         if checkpoint.get('lora'):
@@ -410,10 +410,9 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 if is_new and len(rows) == len(samples):
                     cache.reset()
                 prefill(model, [samples[row].tokens[samples[row].first:-1] for row in rows], cache, rows)
-                marks = torch.zeros(len(rows), *seen.shape[1:], dtype=torch.bool)
-                for mark, row in zip(marks, rows):
-                    mark[0, samples[row].tokens[:-1]] = True
-                seen[rows] = marks.to(sampling_device)
+                seen[rows] = False
+                for row in rows:
+                    seen[row, 0, samples[row].tokens[:-1]] = True
             # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:
@@ -437,18 +436,18 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             copied.synchronize()
         # 5. Append them.
         for sample, token in zip(samples, tokens.flatten().tolist()):
-            if sample.n_left and token < 0:
+            if not sample.n_left:
+                continue
+            if token < 0:
                 raise UserError("the logits are NaN: the weights are damaged, or float16 overflows: "
                                 "--dtype=float32")
-            if sample.n_left and token not in stop_tokens:
+            if token in stop_tokens:
+                sample.n_left = 0
+            else:
                 sample.n_left -= 1
                 sample.tokens.append(token)
                 yield sample, token
-            elif sample.n_left:
-                sample.n_left = 0
-            else:
-                continue
-            if sample.n_left == 0:
+            if not sample.n_left:
                 yield sample, None
 
 
@@ -633,7 +632,7 @@ if __name__ == '__main__':
     use_parts(settings, globals())
     check_values(settings, config, globals())
     stop = [stop.replace(r'\n', '\n')] if isinstance(stop, str) else stop or []
-    if not all(isinstance(text, str) and text for text in stop):
+    if not all(stop):
         raise UserError("stop must have texts of at least one character, such as ['END', 'Q:']")
     prompts = [] if chat and start == '\n' else read_prompts(start)
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
@@ -653,10 +652,8 @@ if __name__ == '__main__':
     if compile:
         print("compiling: this takes a minute or more, and less in later starts")
     options = {name: config[name] for name in (*SAMPLING, *inspect.signature(generate).parameters)
-               if name in config}
-    options |= {'stop': stop}
-    del options['max_new_tokens']
-    conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, history, **options)
+               if name in config} | {'stop': stop}
+    conversation = Chat(model, tokenizer, system, thinking, history=history, **options)
     if not prompts:
         converse(conversation)
         sys.exit()
@@ -668,7 +665,7 @@ if __name__ == '__main__':
     with open(output, 'x', encoding='utf-8') if output else contextlib.nullcontext() as file:
         if not output:
             print(line)
-        for i, stream in completions(model, tokenizer, ids, max_new_tokens, **options):
+        for i, stream in completions(model, tokenizer, ids, **options):
             prompt, number = samples[i]
             if not output:
                 stream.show(f"> {prompt}\n" if chat else prompt)

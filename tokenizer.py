@@ -177,8 +177,7 @@ class Tokenizer:
         JSON schemas. thinking: if None, the template decides. Raises FileNotFoundError without a template,
         ValueError if it fails or rejects the messages."""
         import jinja2
-        template = self.chat_template
-        if not template:
+        if not self.chat_template:
             raise FileNotFoundError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or '
                                     'prepare the data with another tokenizer, like --tokenizer=bpe:4096')
         messages = json_value(messages)
@@ -187,14 +186,18 @@ class Tokenizer:
                 one.update(dict.fromkeys(THOUGHTS, thoughts))
         switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
         try:
-            if isinstance(template, list):
-                named = {entry['name']: entry['template'] for entry in template}
-                template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
-            return compile_template(template).render(
+            return compile_template(self.template_for(tools)).render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **self.chat_variables, **switch)
         except (jinja2.TemplateError, TypeError) as e:  # bad syntax, or a missing field
             raise UserError(f'the chat template fails: {e!r:.200}') from e
+
+    def template_for(self, tools):
+        """The chat template for these tools, or None. A published template may be a list of several."""
+        if not isinstance(self.chat_template, list):
+            return self.chat_template
+        named = {one['name']: one['template'] for one in self.chat_template}
+        return named.get('tool_use' if tools and 'tool_use' in named else 'default')
 
     def chat(self, *args, **options):
         return self.encode_chat(self.render(*args, **options))
@@ -312,10 +315,10 @@ class TiktokenTokenizer(Tokenizer):
         except requests.RequestException as e:
             raise FileNotFoundError(f'tokenizer={name!r} cannot be downloaded ({e}): go online once, set '
                           'TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=byte') from e
-        return cls(name, bpe._pat_str, dict(bpe._special_tokens), rank_table(bpe._mergeable_ranks))
+        return cls(name, bpe._pat_str, bpe._special_tokens, rank_table(bpe._mergeable_ranks))
 
     def encode_array(self, text):
-        if len(text) > SPACES and re.search(rf'(?<!\s)\s{{{SPACES}}}', text):
+        if re.search(rf'(?<!\s)\s{{{SPACES}}}', text):
             raise UserError(f'more than {SPACES:,} white-space characters in a row overflow the stack of '
                             'tiktoken: shorten them')
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
@@ -499,5 +502,4 @@ def kind_of(state):
 
 def tokenizer_from_state(state):
     """Rebuilds a tokenizer from its state()."""
-    state = dict(state)
     return kind_of(state)(**{name: state[name] for name in state if name != 'kind'})

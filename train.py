@@ -157,14 +157,6 @@ SCHEDULES = {  # share of the decay that is done -> 1 at the peak, 0 at min_lr
 WITHOUT_COOLDOWN = 'cosine', 'linear'  # the others are constant until their cooldown
 
 
-def share_done(it, config):
-    """The share of the decay, 0 to 1, that is done before iteration `it`."""
-    share = 1.0 if config['lr_schedule'] in WITHOUT_COOLDOWN else config['cooldown']
-    end = config['lr_decay_iters'] or config['max_iters']
-    left = (end - it) / max(1, end - config['warmup_iters'])
-    return 1 - min(1.0, max(0.0, left) / share)
-
-
 def lr_at(it, config):
     """The learning rate of iteration `it`."""
     peak = config['learning_rate']
@@ -173,8 +165,12 @@ def lr_at(it, config):
         return peak * (it + 1) / (warmup + 1)
     if not config['decay_lr']:
         return peak
+    share = 1.0 if config['lr_schedule'] in WITHOUT_COOLDOWN else config['cooldown']
+    end = config['lr_decay_iters'] or config['max_iters']
+    left = (end - it) / max(1, end - warmup)
+    done = 1 - min(1.0, max(0.0, left) / share)  # share of the decay
     floor = peak / 10 if config['min_lr'] is None else config['min_lr']
-    return floor + SCHEDULES[config['lr_schedule']](share_done(it, config)) * (peak - floor)
+    return floor + SCHEDULES[config['lr_schedule']](done) * (peak - floor)
 
 
 def set_rates(optimizers, lr):
@@ -276,19 +272,26 @@ def evaluation_batches(run, bins, batches):
         yield inputs, np.where(places[:, None] < count, targets, -1)
 
 
+@contextlib.contextmanager
+def evaluating(run):
+    """Meanwhile, the model is in evaluation mode and computes in the compute dtype."""
+    run.model.eval()
+    with run.machine.autocast():
+        yield
+    run.model.train()
+
+
 @torch.no_grad()
 def evaluate(run, bins, batches, tokenizer=None):
     """Returns the mean loss (nan without targets), the number of targets and their bytes."""
     totals = np.zeros(3)
-    run.model.eval()
-    for inputs, targets in evaluation_batches(run, bins, batches):
-        n_targets = np.count_nonzero(targets != -1)
-        with run.machine.autocast():
+    with evaluating(run):
+        for inputs, targets in evaluation_batches(run, bins, batches):
+            n_targets = np.count_nonzero(targets != -1)
             loss, _ = run.model(*to_device((inputs, targets), run.machine.device))
-        n_bytes = count_bytes(targets, tokenizer) if tokenizer else (
-            n_targets * (bins.meta['bytes_per_token'] or 0))
-        totals += loss.item() * n_targets, n_targets, n_bytes
-    run.model.train()
+            n_bytes = count_bytes(targets, tokenizer) if tokenizer else (
+                n_targets * (bins.meta['bytes_per_token'] or 0))
+            totals += loss.item() * n_targets, n_targets, n_bytes
     total, n_targets, n_bytes = all_reduce(torch.from_numpy(totals)).tolist()
     return total / n_targets if n_targets else math.nan, int(n_targets), n_bytes
 
@@ -298,14 +301,12 @@ def print_by_position(run, bins, batches):
     """Prints the mean loss for tokens at positions 1, 2, 3 to 4, 5 to 8 ... of their sequences."""
     block_size = run.model.config.block_size
     sums = torch.zeros(2, block_size, dtype=torch.float64)  # losses, targets
-    run.model.eval()
-    for arrays in evaluation_batches(run, bins, batches):
-        inputs, targets = to_device(arrays, run.machine.device)
-        with run.machine.autocast():
-            logits = run.model(inputs)
-        losses = F.cross_entropy(logits.mT, targets, ignore_index=-1, reduction='none')
-        sums += torch.stack([losses, targets != -1]).sum(1).cpu()
-    sums = all_reduce(sums)
+    with evaluating(run):
+        for arrays in evaluation_batches(run, bins, batches):
+            inputs, targets = to_device(arrays, run.machine.device)
+            losses = F.cross_entropy(run.model(inputs).mT, targets, ignore_index=-1, reduction='none')
+            sums += torch.stack([losses, targets != -1]).sum(1).cpu()
+    all_reduce(sums)
     print0('positions  loss')
     ends = [2**i for i in range((block_size - 1).bit_length())] + [block_size]
     for start, end in zip([0, *ends], ends):
@@ -355,10 +356,8 @@ class Muon(torch.optim.Optimizer):
                 momentum.lerp_(grad, 1 - group['momentum'])
                 w.mul_(1 - lr * group['weight_decay'])
                 moves.append((w, grad.lerp(momentum, group['momentum']), self.row_splits[w]))
-            sharded = [move for move in moves if is_sharded(move[0])]
             subtract_orthogonalised([move for move in moves if not is_sharded(move[0])], lr)
-            if sharded:
-                subtract_whole(subtract_orthogonalised, sharded, lr)
+            subtract_whole([move for move in moves if is_sharded(move[0])], lr)
 
 
 def subtract_orthogonalised(moves, lr):
@@ -376,8 +375,6 @@ def subtract_orthogonalised(moves, lr):
 
 def orthogonalise_shared(x):
     """Returns orthogonalise(x), each matrix from one rank."""
-    if RANKS == 1:
-        return orthogonalise(x)
     share = slice(RANK * len(x) // RANKS, (RANK + 1) * len(x) // RANKS)
     found = torch.zeros_like(x)
     found[share] = orthogonalise(x[share])
@@ -537,15 +534,15 @@ def gather(state):
     return tree_map_only(DTensor, whole, state)
 
 
-def subtract_whole(subtract, moves, lr):
-    """Muon's subtract(moves, lr) for split matrices. Gathers as many at once as there are ranks."""
+def subtract_whole(moves, lr):
+    """subtract_orthogonalised for split matrices. Gathers as many at once as there are ranks."""
     moves.sort(key=lambda move: move[0].shape)
     while moves:
         some = moves[:RANKS]
         del moves[:RANKS]
         whole = [(torch.zeros(w.shape, device=w.device), update.full_tensor(), rows)
                  for w, update, rows in some]
-        subtract(whole, lr)
+        subtract_orthogonalised(whole, lr)
         for (w, *_), (change, *_) in zip(some, whole):
             w += split_like(w, change)
 
@@ -641,11 +638,6 @@ def step(run, batch):
     return row | {'iter': run.iter_num, 'lr': lr, 'grad_norm': grad_norm}
 
 
-def further_losses(aux, config):
-    """The sum of the model's further losses times their weights: aux['z'] times the setting z_loss."""
-    return sum(config[f'{name}_loss'] * value for name, value in aux.items() if value.requires_grad)
-
-
 def gradients(run, batch):
     """Adds up the gradients of a batch, [Batch]. Returns entries of the row of the log. 'loss' and 'weight'
     are of this rank."""
@@ -657,7 +649,9 @@ def gradients(run, batch):
         with run.machine.autocast():
             loss, aux = run.forward(micro.inputs, micro.targets)
         losses.append(loss.detach() * micro.weight)
-        loss = (loss + further_losses(aux, run.config)) * micro.weight
+        # aux['z'] times the setting z_loss, and so on
+        further = sum(run.config[f'{name}_loss'] * x for name, x in aux.items() if x.requires_grad)
+        loss = (loss + further) * micro.weight
         if 'load' in aux:
             loads.append(aux['load'])
         # a loss that is not finite makes the gradients of all ranks nan
@@ -965,18 +959,10 @@ def print_sample(run, tokenizer, prompts):
     hook = contextlib.nullcontext()
     if run.sharded:  # ranks that draw different tokens would stop at different steps, and wait forever
         hook = run.model.register_forward_hook(lambda model, inputs, logits: dist.broadcast(logits, 0))
-    run.model.eval()
-    with hook, run.machine.autocast():
+    with hook, evaluating(run):
         (text,), _ = complete(run.model, tokenizer, prompts, run.config['sample_tokens'],
                               seed=run.config['seed'])
-    run.model.train()
     print0(f"{'-' * 15} sample:\n{text}\n{'-' * 15}")
-
-
-def start_lora(model, config, source):
-    """See zoo/weights.py."""
-    from zoo.weights import start_lora
-    return start_lora(model, config, source)
 
 
 # main program -----------------------------------------------------------------------------------------------
@@ -1069,6 +1055,7 @@ if __name__ == '__main__':
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
     lora = source.get('lora') if resumed else None
     if lora_rank and not resumed:
+        from zoo.weights import start_lora
         lora = start_lora(model, config, source)
     n_params = num_params(model)
     if checkpoint_activations:

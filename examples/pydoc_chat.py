@@ -14,7 +14,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-from prepare import Conversation, Source, library_files, make_messages
+from prepare import Conversation, Source, library_files, to_messages
 
 source = 'pydoc_chat'
 
@@ -61,15 +61,15 @@ def pydoc_chats():
         summary = summary_of(doc)
         if summary and not re.search(r'\b_|-', name):
             first, *others = [wording.format(name) for wording in wordings]
-            talks += [[(first, summary)], [(others[n % 2], summary)]]
+            talks += [[[first, summary]], [[others[n % 2], summary]]]
             if 0 < len(arguments) < ANSWER // 2:
                 call = f'{name}({arguments})'
-                talks[-2] += [('What arguments does it take?', call)] * (n % 3 == 0)
-                talks.append([(f'What arguments does {name} take?', call)])
+                talks[-2] += [['What arguments does it take?', call]] * (n % 3 == 0)
+                talks.append([[f'What arguments does {name} take?', call]])
     order.shuffle(talks)
     talks = iter(talks)
     while group := [*itertools.islice(talks, order.randint(1, 3))]:
-        yield Conversation('pydoc_chat', make_messages(*itertools.chain(*group)))
+        yield Conversation('pydoc_chat', to_messages([*itertools.chain(*group)]))
 
 
 SOURCES = {source: Source(source, f'{source} {platform.python_version()}', pydoc_chats, chats=True)}

@@ -94,7 +94,7 @@ class Variant:
         known = {*declared(self.code / 'model.py'), 'init_from', 'dataset'}
         words = [arg for arg in (*self.args, *flags)
                  if is_config(arg) or arg[2:].partition('=')[0] in known]
-        done = subprocess.run([sys.executable, str(self.code / 'bench.py'), 'params', *words, '--json=True'],
+        done = subprocess.run([sys.executable, self.code / 'bench.py', 'params', *words, '--json=True'],
                               encoding='utf-8', capture_output=True)
         return {'error': last_line(done.stderr)} if done.returncode else loads(last_line(done.stdout))
 
@@ -163,9 +163,11 @@ def make_variant(name, text, base, place):
     for arg in args:
         if arg.startswith(('--seed=', '--out_dir=')):
             raise UserError(f"{arg} has no effect in a variant: use --seed and --seeds of lab/compare.py")
-        values |= run_file(arg, values) if is_config(arg) else read_flag(arg, known)
         if is_config(arg):
+            values |= run_file(arg, values)
             add_texts(texts, Path(arg))
+        else:
+            values |= read_flag(arg, known)
     meta = Bins(data_folder(values['dataset']), 'train').meta
     if source == ROOT and values['init_from'] == 'scratch':
         fields = {field: values[field] for field, setting in declared(ROOT / 'model.py').items()
@@ -224,7 +226,7 @@ def run_variant(variant, seed):
     if os.path.exists(f'{folder}/ckpt.pt') and variant.settings['time_limit'] is None:
         args.append('--init_from=resume')  # last, because config files may define a mixer
     with open(f'{folder}/printed.txt', 'w+', encoding='utf-8', errors='replace') as f:
-        process = subprocess.Popen([sys.executable, str(variant.code / 'train.py'), *args], stdout=f,
+        process = subprocess.Popen([sys.executable, variant.code / 'train.py', *args], stdout=f,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                                    preexec_fn=stop_with_parent if sys.platform == 'linux' else None)
         try:
@@ -347,7 +349,7 @@ def print_comparison(rows, until):
 def compare(config, args, name=''):
     """Trains variants, prints the comparison and returns its numbers. args: for train.py; name: a list of
     lab/variants.py, which config and args override."""
-    lists = runpy.run_path(str(ROOT / 'lab/variants.py'))['LISTS']
+    lists = runpy.run_path(ROOT / 'lab/variants.py')['LISTS']
     known = lists.get(name, {})
     texts = config['variants'] or known.get('variants')
     if not texts or name and not known:

@@ -76,7 +76,7 @@ def test_the_printed_commands_lead_to_a_conversation(server):
                       HF_HUB_OFFLINE=str(n // 2))
         assert done.returncode == 0, f'{command}\n{done.stderr}'
     bins = Bins('data/mine', 'train')
-    learned = tokenizer.decode(bins.shards[0][bins.masks[0] > 0])
+    learned = tokenizer.decode(bins.shards[0][bins.columns['.mask'][0] > 0])
     assert bins.meta['packed'] == 64 and {*learned.split('<|im_end|>')} == {'Hello.', ''}
     tuned, tokenizer, checkpoint = load('out-mine')
     assert checkpoint['iter_num'] == 2 and checkpoint['family'] == 'llama' and tokenizer.chat_template

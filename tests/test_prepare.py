@@ -289,9 +289,13 @@ def test_workers_end_with_the_program(signals, status, tmp_path, monkeypatch):
 
 
 # conversations ----------------------------------------------------------------------------------------------
+def make_messages(*pairs):
+    return prepare.to_messages([*map(list, pairs)])
+
+
 def chat_of(seed, turns=2):
-    return prepare.make_messages(*[(f'a{prep_awkward(9, seed + turn)}?', f'b{prep_awkward(9, turn)}!')
-                                   for turn in range(turns)])
+    return make_messages(*[(f'a{prep_awkward(9, seed + turn)}?', f'b{prep_awkward(9, turn)}!')
+                           for turn in range(turns)])
 
 
 def answers_in(tok, ids, mask):
@@ -337,7 +341,7 @@ def test_conversations_are_packed_in_order(prep):
     tok, made = chat_tokenizer(), []
     save_tokenizer(tok)
     pairs = [(f'What is {i}?', f'It is {i}.') for i in range(70)]  # more than one group
-    messages = list(map(prepare.make_messages, pairs))
+    messages = list(map(make_messages, pairs))
     records = [{'messages': [QUESTION, ANSWER], 'talk': turns} for turns in messages]
     write_jsonl('chats.jsonl', records)
     write_parquet('chats.parquet', records)
@@ -488,7 +492,7 @@ KINDS = {  # the structure of published templates -> the token that keeps conver
 }
 CALLED = {'role': 'assistant', 'content': '', 'tool_calls': [CALL]}
 TOLD = {'role': 'tool', 'content': '12:00'}
-TALK = prepare.make_messages(('Hi', 'Ho'), ('o', 'Oh'))  # the second question is part of the first answer
+TALK = make_messages(('Hi', 'Ho'), ('o', 'Oh'))  # the second question is part of the first answer
 
 
 @pytest.mark.parametrize('kind, messages, learned', [
@@ -528,7 +532,7 @@ def test_the_token_between_conversations_is_never_inside(kind, prep):
         texts = [*filter(None, tok.decode(prep_ids('data/chats', 'train')).split(token))]
         text, = {text.removesuffix('<|user|>') for text in texts}
         assert text == tok.render(TALK, False).removeprefix(token) and len(texts) == 27
-        write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((f'a{token}b', 'Ho'))}] * 30)
+        write_jsonl('chats.jsonl', [{'messages': make_messages((f'a{token}b', 'Ho'))}] * 30)
         line = 'chats.jsonl --tokenizer=tok --special_tokens='  # a message may contain the token
         assert f'record 1, {token} would end the conversation early' in prep(f'{line}tokens')[1]
         assert not prep(f'{line}text')[1]
@@ -667,7 +671,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
     assert list(zip(inputs.tolist(), targets.tolist())) == [expected[i] for i in order]
-    assert bool(bins.masks) == bins.meta['chats'] == masked
+    assert ('.mask' in bins.columns) == bins.meta['chats'] == masked
     if masked:
         assert bins.read(order, 10)['.page'].tolist() == [more[i] for i in order]
         np.zeros(8, np.int16).tofile(tmp_path / 'train_1.page.bin')

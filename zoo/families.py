@@ -97,11 +97,6 @@ AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # stored (channels, 1, kernel)
 
 
-def shares(groups, *parts):
-    """Parts (n,) -> the first share of each part, then the second shares, ..."""
-    return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
-
-
 def interleaved(rows):
     """(..., n) in two halves -> pairs with one row of each half."""
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
@@ -126,8 +121,9 @@ def ordered(ours, *stored, groups=None):
     """A function for Family.rows. ours: one letter per projection; stored: the letters in each stored tensor;
     groups: the field with the number of groups, if each group has a share of every projection."""
     def rows(config, *parts):
-        named = dict(zip(ours, parts))
-        return [shares(getattr(config, groups) if groups else 1, *map(named.get, one)) for one in stored]
+        n = getattr(config, groups) if groups else 1
+        named = {name: part.view(n, -1) for name, part in zip(ours, parts)}
+        return [torch.cat([named[name] for name in names], dim=1).flatten() for names in stored]
     return rows
 
 
@@ -184,20 +180,22 @@ def worded(pattern, theirs, words):
     """The rule of a list with one word per layer. words: {our letter: word}."""
     ours = {word: one for one, word in words.items()}
 
-    def read(c, args):
-        if c[theirs]:
-            args[pattern] = ''.join(ours.get(word, '?') for word in c[theirs])
-    return {theirs: Rule(read, lambda config, c: c.update(
-        {theirs: [words.get(one) for one in letters(config, pattern)]}))}
+    def read(given, args):
+        return ''.join(ours.get(word, '?') for word in given) or args.get(pattern)
+
+    def write(config):
+        return [words.get(one) for one in letters(config, pattern)]
+    return converted(pattern, theirs, read, write)
 
 
 def listed(pattern, theirs, marked, others):
     """The rule of a list of the layers with letter `marked`. Other layers have letter `others`."""
-    def read(c, args):
-        if c[theirs] is not None:
-            args[pattern] = ''.join(marked if i in c[theirs] else others for i in range(args['n_layer']))
-    return {theirs: Rule(read, lambda config, c: c.update(
-        {theirs: [i for i, one in enumerate(letters(config, pattern)) if one == marked]}))}
+    def read(given, args):
+        return ''.join(marked if i in given else others for i in range(args['n_layer']))
+
+    def write(config):
+        return [i for i, one in enumerate(letters(config, pattern)) if one == marked]
+    return converted(pattern, theirs, read, write)
 
 
 def only(theirs, allowed):
@@ -409,8 +407,6 @@ NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N')
 MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(D='dense', E='sparse'))
 DENSE_LAYERS = listed('expert_pattern', 'mlp_only_layers', 'D', 'E')
 LENGTH_SCALE = {'rope_parameters': Rule(read_ministral3, write_ministral3)}
-LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
-                           lambda config: 1 / config.logit_scale)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
 LOCAL_ROPE = {'sliding_window': Rule(read_rope_where_short)}
 ROPE_WHERE_SHORT = {'sliding_window': Rule(read_rope_where_short, write_rope_where_short)}
@@ -436,7 +432,6 @@ FIELDS = dict(  # GPTConfig's field: config.json's fields. A family has those th
     linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads')
 BASE = Family(
     arch='LlamaForCausalLM', layer='model.layers.N.', fields={}, fixed=dict(qk_norm=False),
-    defaults=DEFAULTS['llama'],
     names={
         'wte': 'model.embed_tokens', 'ln_f': 'model.norm', 'lm_head': 'lm_head',
         'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm',
@@ -514,20 +509,22 @@ add(
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.', fields={},
     fixed=dict(block_size=2048, norm='layernorm', bias=True, qk_norm=False, pos='alibi',
-               mlp='gelu_tanh', embed_norm=True),
+               mlp='gelu_tanh'),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
            'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
            'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
            'attn.c_proj': 'self_attention.dense', 'mlp.c_fc': 'mlp.dense_h_to_4h',
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
     rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')}, rules={'slow_but_exact': UNUSED})
-add('bloom', BLOOM, fields=dict(block_size='seq_length', n_embd='hidden_size n_embed'))
+add(
+    'bloom', BLOOM, fields=dict(block_size='seq_length', n_embd='hidden_size n_embed'),
+    fixed=dict(embed_norm=True))
 add(
     'falcon', BLOOM, 'FalconForCausalLM',
     fields=dict(n_layer='num_hidden_layers n_layer', bias='bias', head_dim='',
                 n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv',
                 d_ff='ffn_hidden_size'),
-    fixed=dict(norm_bias=True, pos='rope', embed_norm=False),
+    fixed=dict(norm_bias=True, pos='rope'),
     names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
            'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
                                    else 'post_attention_layernorm')},
@@ -537,7 +534,7 @@ add(
 
 add(
     'gpt2', BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None},
-    fixed=dict(pos='learned', embed_norm=False),
+    fixed=dict(pos='learned'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
            'mlp.c_proj': 'mlp.c_proj'},
@@ -581,9 +578,11 @@ add(
     'glm', BASE, 'GlmForCausalLM', fields=dict(proj_bias=''), rows=INTERLEAVED,
     fixed=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 add(
-    'granite', 'llama', 'GraniteForCausalLM', rules=LOGITS_SCALING,
+    'granite', 'llama', 'GraniteForCausalLM',
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
-                residual_scale='residual_multiplier'))
+                residual_scale='residual_multiplier'),
+    rules=converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
+                    lambda config: 1 / config.logit_scale))
 add(
     'granitemoe', 'granite', 'GraniteMoeForCausalLM', fields=EXPERTS,
     names={'mlp.router': 'block_sparse_moe.router.layer',
@@ -591,8 +590,6 @@ add(
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
-WINDOWS_AND_SINKS = dict(layers='LSSS', fixed=dict(attn_sink=True))
-LAYER_ROPE = {'layer_rope_theta': Rule(read_layer_rope, write_layer_rope)}
 add(
     'hunyuan_v1_dense', BASE, 'HunYuanDenseV1ForCausalLM',
     fixed=dict(qk_norm='rotated'),
@@ -638,13 +635,13 @@ add(
            'ln_f': 'model.final_layernorm'},
     rules=listed('mixer_pattern', 'attn_layer_indices', 'A', 'B'))
 add(
-    'deepseek_v2', 'deepseek_v3', 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=''),
-    fixed=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
+    'deepseek_v2', 'youtu', 'DeepseekV2ForCausalLM', fields=dict(mlp_bias='', norm_topk_prob=''),
+    fixed=dict(norm_topk_prob=False),
     rules={'topk_method': Rule(write=write_deepseek_v2)})
 add(
     'gpt_neox', BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
     fields=dict(head_dim=''),
-    fixed=dict(pos='rope', embed_norm=False, partial_rotary_factor=0.25),
+    fixed=dict(pos='rope', partial_rotary_factor=0.25),
     names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
     rules={**converted('norm_placement', 'use_parallel_residual',
@@ -656,7 +653,7 @@ add(
 add(
     'mpt', BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
     fields=dict(attn_scale='softmax_scale'),
-    fixed=dict(bias=False, mlp='gelu', embed_norm=False),
+    fixed=dict(bias=False, mlp='gelu'),
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
@@ -688,7 +685,7 @@ add(
            Rule(read_granite_hybrid, write_granite_hybrid)})
 add(
     'nemotron_h', 'bamba', 'NemotronHForCausalLM', layer=nemotron_layer,
-    fields=dict(n_layer='', tie_word_embeddings='', qkv_bias='', proj_bias='', n_shared_expert='',
+    fields=dict(tie_word_embeddings='', qkv_bias='', proj_bias='', n_shared_expert='',
                 linear_n_key_head='n_groups', linear_n_value_head='mamba_num_heads',
                 linear_key_head_dim='ssm_state_size',
                 linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
@@ -765,37 +762,36 @@ add(
     names={'ln_2': 'post_self_attn_layernorm', 'ln_3': 'post_attention_layernorm',
            'ln_4': 'post_mlp_layernorm'})
 add(
-    'hyperclovax', 'granite', 'HyperCLOVAXForCausalLM',
-    fixed=dict(norm_placement='sandwich'), rules=dict.fromkeys(LOGITS_SCALING),
-    fields=dict(logit_scale='logits_scaling', residual_scale=''),
+    'hyperclovax', 'llama', 'HyperCLOVAXForCausalLM', fixed=dict(norm_placement='sandwich'),
+    fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
+                logit_scale='logits_scaling'),
     names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'})
 add(
     'cohere2', 'cohere', 'Cohere2ForCausalLM', layers='SSSL',
     rules=ROPE_WHERE_SHORT)
 add(
-    'exaone4', 'mistral', 'Exaone4ForCausalLM', layers='SSSL',
-    fixed=dict(qk_norm=True, norm_placement='output'), rules=ROPE_WHERE_SHORT,
-    names=FAMILIES['olmo2'].names)
-add('ernie4_5', 'mistral', 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED)
+    'exaone4', 'olmo2', 'Exaone4ForCausalLM', layers='SSSL',
+    fixed=dict(qk_norm=True), rules=ROPE_WHERE_SHORT)
+add('ernie4_5', 'llama', 'Ernie4_5ForCausalLM', fields=dict(bias='use_bias'), rows=INTERLEAVED)
 add('seed_oss', 'llama', 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'))
 add('internlm3', 'llama')
 add('iquestcoder', 'llama', exports=False)  # AutoModelForCausalLM lacks it
 add('ministral', 'mistral', 'MinistralForCausalLM', layers='S' * 999 + 'L')
 add('ministral3', 'mistral', 'Ministral3ForCausalLM', rules=LENGTH_SCALE)
 add(
-    'mistral4', 'deepseek_v3', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM lacks it
-    fixed=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
+    'mistral4', 'youtu', 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM lacks it
+    fixed=dict(partial_rotary_factor=1.0),
     rules=LENGTH_SCALE)
-add('mellum', 'qwen3_moe', 'MellumForCausalLM', layers='L' * 999 + 'S', fixed=dict(local={}),
-    rules=MLP_TYPES | dict.fromkeys(DENSE_LAYERS))
-add('granite_swa', 'granite', 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
-    rules=LAYER_ROPE)
+add('mellum', 'qwen3', 'MellumForCausalLM', layers='L' * 999 + 'S', fixed=dict(local={}), rules=MLP_TYPES)
 add(
-    'granitemoe_swa', 'granitemoe', 'GraniteMoeSWAForCausalLM', **WINDOWS_AND_SINKS, names={
+    'granite_swa', 'granite', 'GraniteSWAForCausalLM', layers='LSSS', fixed=dict(attn_sink=True),
+    rules={'layer_rope_theta': Rule(read_layer_rope, write_layer_rope)})
+add(
+    'granitemoe_swa', 'granite_swa', 'GraniteMoeSWAForCausalLM', fields=EXPERTS, names={
         **GRANITE_SHARED, 'mlp.router': 'block_sparse_moe.router',
         'mlp.experts.c_fc.weight': 'block_sparse_moe.experts.gate_up_proj',
         'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
-    rules=LAYER_ROPE | shared_width('shared_intermediate_size'))
+    rules=shared_width('shared_intermediate_size'))
 add(
     'starcoder2', 'mistral', 'Starcoder2ForCausalLM', fields=dict(bias='use_bias'),
     fixed=LAYERNORM,
@@ -812,10 +808,10 @@ add(
     fixed=dict(qk_norm='rotated', norm_weight=False, embed_norm=True),
     names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped})
 add(
-    'opt', 'mistral', 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
+    'opt', 'jais2', 'OPTForCausalLM', layer='model.decoder.layers.N.',
     fields=dict(bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
                 norm_bias='layer_norm_elementwise_affine'),
-    fixed=dict(LAYERNORM, norm_eps=1e-5, pos='learned'),
+    fixed=dict(norm_eps=1e-5, pos='learned'),
     names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
            'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
            'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
@@ -831,8 +827,7 @@ add(
     'dots1', DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
     fixed=dict(qk_norm=True))
 add(
-    'exaone_moe', DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
-    fixed=dict(qk_norm=True),
+    'exaone_moe', 'dots1', 'ExaoneMoeForCausalLM', layers='SSSL',
     names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
     rules=MLP_TYPES | LOCAL_ROPE)
 add(
@@ -858,7 +853,7 @@ add(
     rules=converted('partial_rotary_factor', 'rotary_dim', lambda given, args: given / head_width(args),
                     lambda config: config.rope_dim))
 add(
-    'ernie4_5_moe', 'mistral', 'Ernie4_5_MoeForCausalLM', layers='L',
+    'ernie4_5_moe', 'llama', 'Ernie4_5_MoeForCausalLM',
     fixed=dict(balance_bias=True),
     rules={**only('moe_layer_end_index', lambda args: (None, -1, args['n_layer'] - 1)),
            'moe_norm_min': UNUSED},
@@ -932,8 +927,7 @@ def config_from_hf(c):
 
 def read_config(c):
     c = text_config(c)
-    kind = c.get('model_type')
-    family = family_of(kind)
+    family = family_of(c.get('model_type'))
     usual = family.defaults
     packed = c.get('quantization_config') or {}
     is_read = packed.get('quant_method') in ('mxfp4', 'fp8')
@@ -959,7 +953,7 @@ def read_config(c):
         if value is not None:
             args[ours] = activations_of(family).get(value, value) if ours == 'mlp' else value
     refuse(c, **{name: value for name, value in args.items() if isinstance(value, (int, float))
-                 and value > (MOST_LAYERS if name in ('n_layer', 'n_expert') else 10**8)})
+                 and value > (MOST_LAYERS if name == 'n_layer' else 10**8)})
     c = dict.fromkeys(rules) | usual | c
     read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
@@ -968,7 +962,7 @@ def read_config(c):
         rule.read(c, args)
     if args.get('n_group', 1) == 1:
         args.update(n_group=None, topk_group=None)
-    if 'expert_pattern' in args:
+    if args.get('expert_pattern'):
         args.pop('n_dense_layer', None)
     return {name: value for name, value in args.items() if value is False or value not in (None, 0)}
 
@@ -1021,7 +1015,7 @@ def rope_fields(given, c, args):
     rope = {name: value for name, value in (older | given).items() if value is not None}
     kind = rope.pop('rope_type', rope.pop('type', 'default'))
     kind = 'longrope' if 'short_factor' in rope else kind  # older files have other names
-    found = {'rope_base': float(rope.pop('rope_theta', args.get('rope_base', 10000.0))), 'rope_scaling': None}
+    found = {'rope_base': float(rope.pop('rope_theta', 10000.0)), 'rope_scaling': None}
     share = None if kind == 'proportional' else rope.pop('partial_rotary_factor', None)
     if 'partial_rotary_factor' in args:
         found['partial_rotary_factor'] = share or args['partial_rotary_factor']
@@ -1196,7 +1190,7 @@ def plan(model, family, rename=str):
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
         order = next((family.rows[key] for key in keys if key in family.rows), None)
         if order:
-            rows = order(config, *torch.arange(sum(widths)).split(list(widths)))
+            rows = order(config, *torch.arange(sum(widths)).split(widths))
         else:  # one projection per name; the last has the rest
             theirs = theirs[:len(widths)]  # Gemma 4 may have no separate values
             ends = itertools.accumulate(widths[:len(theirs) - 1])

@@ -255,16 +255,13 @@ def tokenizer_keys(tokenizer, n_vocab):
     tokens = {i: (text, 1) for text, i in spec['model']['vocab'].items()}
     tokens |= {one['id']: (one['content'], 3 if one['special'] else 4) for one in spec['added_tokens']}
     texts, kinds = zip(*(tokens.get(i, (f'[PAD{i}]', 5)) for i in range(n_vocab)))
-    template = tokenizer.chat_template
-    if isinstance(template, list):
-        template = {one['name']: one['template'] for one in template}.get('default')
     return {
         'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': SPLITS[words],
         'tokenizer.ggml.tokens': [*texts], 'tokenizer.ggml.token_type': [*kinds],
         'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # must not be empty
         'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], **dict(zip(ENDS, stops)),
         'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
-        'tokenizer.chat_template': template}
+        'tokenizer.chat_template': tokenizer.template_for(None)}
 
 
 def read_tokenizer(path):

@@ -241,7 +241,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
         raise UserError(f"{folder} is not empty: remove it, or give another name")
     texts = {}
     if tokenizer is not None:
-        stops = list(tokenizer.stop_tokens)  # includes the end of an answer
+        stops = tokenizer.stop_tokens  # includes the end of an answer
         ends = {'eos_token_id': stops[0] if len(stops) == 1 else stops or None}
         c |= ends
         texts = tokenizer_files(tokenizer, model) | {'generation_config.json': json.dumps(ends)}
@@ -314,10 +314,9 @@ def describe(name, folder):
               f"{'yes' if tokenizer.chat_template else 'no'}")
     except (OSError, ImportError, ValueError) as error:
         return print(f"tokenizer: none ({error})\nfolder: {folder}")
-    size = f'--block_size={min(config.block_size, 1024)}'
     start, data = "--start='Once upon a time'", 'my.txt'
     if tokenizer.chat_template:
-        start, data = '--chat', f'chats.jsonl {size}'
+        start, data = '--chat', f'chats.jsonl --block_size={min(config.block_size, 1024)}'
     name = shlex.quote(name if '/' in name else folder)  # prepare.py does not know gpt2-xl
     print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} {start}",
           f"prepare.py {data} --tokenizer={name} --out=mine",

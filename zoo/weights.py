@@ -171,7 +171,7 @@ class Int8Linear(nn.Module):
         weight, scale = quantize_rows(base.weight, dtype)
         self._parameters['weight'] = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
-        for name in 'bias', 'widths', 'num_embeddings', 'loop':  # None if absent
+        for name in 'bias', 'widths', 'loop':  # None if absent
             setattr(self, name, getattr(base, name, None))
 
     @property
