@@ -184,11 +184,10 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     """Overrides a script's settings by config files and flags, and prints them.
 
     settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
-    number of plain words allowed. default_file: used if the command names no model and no config file
-    outside of examples/. tune_file: used instead if the command names a model. texts: .py files outside of
-    config/ and examples/ are words.
-    Raises UserError for unknown settings and wrong types.
-    """
+    number of plain words allowed. default_file: used if the command names neither a model nor a config
+    file outside of examples/. tune_file: used instead if the command names a model. texts: if True, .py
+    files outside of config/ and examples/ are words. Raises UserError for unknown settings and wrong
+    types."""
     launched = settings['__name__'] == '__main__'
     own = declared(Path(settings['__file__']))
     known = own | (declared(ROOT / 'model.py') if model_config else {})

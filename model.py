@@ -867,7 +867,7 @@ class Mask:
     is_causal: bool               # the queries belong to the last T keys; later keys are hidden
     flex: tuple | None = None     # what flex_mask returns; bias is then None
     part: typing.Callable | None = None  # (slice of queries, slice of keys) -> part of a bias for long T
-    copies: dict = dataclasses.field(default_factory=dict)  # query heads per key head -> bias as rows
+    copies: dict = dataclasses.field(default_factory=dict)  # query heads per key head -> bias by group
 
     def add(self, bias):
         """This Mask plus a bias (1 or B, 1 or H, T, S). -inf hides a key; each query

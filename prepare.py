@@ -469,11 +469,9 @@ def output_folder(out, source, tokenizer):
 # splits and ids --------------------------------------------------------------------------------------------
 
 def characters_to_train_on(source, fraction):
-    """The number of characters per document to train on; None for conversations.
-
-    Every n-th document, n = 1 / fraction, is for validation: at most this fraction of all text, and at
-    most VAL_CHARACTERS. If that is less than half as much, so is the end of the longest document.
-    """
+    """The number of characters per document to train on; None for conversations. Every n-th document, n = 1 /
+    fraction, is for validation, up to this fraction of all text and up to VAL_CHARACTERS. If they have less
+    than half of that, the end of the longest document is for validation too."""
     if source.chats:
         return None
     n_train = [sum(map(len, document)) for document in source.documents()]

@@ -193,7 +193,7 @@ def test_gradients_equal_differences(options):
      [1, 0.5, 5 / 48, 0.015625], 1),
     ('proportional', 15, dict(partial_rotary_factor=0.6), [0.125, 0.0625, 0, 0], 1)], ids=str)
 def test_scalings_equal_worked_examples(name, length, options, freq, factor):
-    """By 8, of base 16. transformers, with which tests/test_hub.py compares, does not reach these cases."""
+    """Scales by 8 with base 16. tests/test_hub.py, which compares with transformers, has no such cases."""
     found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
     torch.testing.assert_close(found, (torch.tensor(freq, dtype=torch.float), float(factor)))
 

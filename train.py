@@ -123,7 +123,7 @@ settings = configure(globals(), 'GPTConfig', default_file='config/default.py', t
 config = settings.config
 given = settings.given
 os.environ.setdefault('PYTORCH_ALLOC_CONF', os.environ.get(
-    'PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True'))  # less unusable memory on CUDA
+    'PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True'))  # reduces fragmentation of CUDA memory
 os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # deterministic products before torch 2.13
 
 import numpy as np

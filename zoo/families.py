@@ -414,7 +414,7 @@ ROPE_WHERE_SHORT = {'sliding_window': Rule(read_rope_where_short, write_rope_whe
 
 # the table --------------------------------------------------------------------------------------------------
 
-FIELDS = dict(  # GPTConfig's field: config.json's fields. A family has those that transformers reads
+FIELDS = dict(  # GPTConfig's field: its names in config.json, if transformers reads them
     same('vocab_size tie_word_embeddings head_dim mlp_bias norm_topk_prob routed_scaling_factor n_group '
          'topk_group kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
          'linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),

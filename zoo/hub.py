@@ -54,7 +54,7 @@ from zoo.weights import fill_rows, quantize_weights
 # import -----------------------------------------------------------------------------------------------------
 
 FLOATS = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # names in safetensors
-INDEX = 'model.safetensors.index.json'  # names the files of a model with several
+INDEX = 'model.safetensors.index.json'  # lists the files of a model with several files
 
 
 def files(folder, pattern):
