@@ -175,7 +175,7 @@ def show(label, values):
 # given       name -> 'flags' or a config file, in order
 # known       name -> Setting
 # files       what each config file defines: name -> value
-# replaced    what they have replaced in model.py: 'model.make_block', 'GPT.loss'
+# replaced    what config files replaced in model.py: 'model.make_block', 'GPT.loss'
 Configured = collections.namedtuple('Configured', 'config model_args words given known files replaced')
 
 

@@ -754,7 +754,7 @@ class Cache:
         T = new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
         seen = None
-        if T > 1 and n_slots < self.max_len:  # the last new tokens overwrite what the first see
+        if T > 1 and n_slots < self.max_len:  # late tokens overwrite slots that early tokens see
             seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
                     for old, add in zip(slots, new)]
         self.write(slots, new, context)
@@ -1580,7 +1580,7 @@ def impossible(config):  # noqa: C901
 
 
 def changed(config, longest=None, **changes):
-    """A trained model's config with changes, but the same training length. longest: a bound of the
+    """A trained model's config with changes, but the same training length. longest: upper bound of
     block_size."""
     if longest:
         changes['block_size'] = min(longest, changes.get('block_size', config.block_size))

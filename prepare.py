@@ -320,7 +320,7 @@ def read_message(message):
 
 
 def renamed(record):
-    """Renames fields by NAMES; among equal names, the first in NAMES counts. Omits nulls."""
+    """Renames fields by NAMES; on a clash, the first in NAMES wins. Omits nulls."""
     result = {key: value for key, value in record.items() if value is not None}
     for key, name in NAMES.items():
         if key in result:
@@ -470,8 +470,8 @@ def output_folder(out, source, tokenizer):
 
 def characters_to_train_on(source, fraction):
     """The number of characters per document to train on; None for conversations. Every n-th document, n = 1 /
-    fraction, is for validation, up to this fraction of all text and up to VAL_CHARACTERS. If they have less
-    than half of that, the end of the longest document is for validation too."""
+    fraction, is for validation, up to this fraction of all text and up to VAL_CHARACTERS. If these are under
+    half this limit, the end of the longest document is for validation too."""
     if source.chats:
         return None
     n_train = [sum(map(len, document)) for document in source.documents()]
@@ -790,8 +790,8 @@ def column_of(path):
 
 
 def read_meta(folder):
-    """Reads meta.json or nanoGPT's meta.pkl, or assumes the encoding of llm.c's shards or else of GPT-2.
-    Returns a dict with FIELDS. Raises UserError for a value that does not fit FIELDS."""
+    """Reads meta.json or nanoGPT's meta.pkl. Without them, assumes the encoding in llm.c's header, else
+    GPT-2's. Returns a dict with FIELDS. Raises UserError for a value that does not fit FIELDS."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():

@@ -95,7 +95,7 @@ KEYS = {
     'optimizer': dict,         # parameter name -> state
     # scaler                   # the scaler's state_dict()
     'iter_num': int,           # and other NUMBERS of train.py
-}                              # `load` adds path, and no_tokenizer: why there is no tokenizer
+}                              # `load` adds 'path', and 'no_tokenizer', the reason if there is none
 FIELDS = declared(ROOT / 'model.py')
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
 # fields in older checkpoints, and in others' checkpoints
@@ -371,7 +371,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
     prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when
     the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
-    half. cache: one row with the first tokens of a single prompt; a GPU may append an extra token.
+    half. cache: one row with the first tokens of a single prompt; on a GPU, it may end with one extra token.
     batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI 2022).
     sampling: options of sample_token. The model must be in eval mode. Raises UserError for NaN, and for a
     token outside the vocabulary."""

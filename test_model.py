@@ -252,7 +252,7 @@ def test_defaults(options, fields):
         assert str(getattr(config, name)) == value, name
 
 
-INITIAL = (  # parts of names -> group, mean, standard deviation (None: hidden_init's); the first row counts
+INITIAL = (  # parts of names -> group, mean, standard deviation (None: hidden_init's); the first match wins
     ('wte wpe', 'embedding', 0, 0.02), ('lm_head.weight', 'head', 0, 0), ('shared_gate', 'gate', 0, None),
     ('x0_lambdas', 'scalar', 0, 0), ('resid_lambdas', 'scalar', 1, 0),
     ('A_log', 'vector', math.log(16) - 1, 1), ('dt_bias', 'vector', math.log(0.01), 1.33),
@@ -642,7 +642,7 @@ def test_the_scale_of_embeddings_is_rounded_as_in_gemma():
 
 @torch.no_grad()
 def test_norms_routers_and_states_are_float32():
-    """Norms round their float64 result once."""
+    """Norms round only once."""
     model = tiny(n_expert=4, mlp_bias=True, mixer_pattern='DKB', n_layer=3, **STATES).bfloat16()
     x = torch.randn(9, 32).bfloat16()
     exact = F.rms_norm(x.double(), (32,), model.ln_f.weight.double(), 1e-3)

@@ -114,7 +114,7 @@ class Tokenizer:
     kind = None  # the name of the class in meta.json, checkpoints and --tokenizer
     table = None  # a long argument, which prepare.py writes to the file tokenizer.<kind>
     source = None  # the text of a tokenizer.json
-    path = None  # of a published model
+    path = None  # a published model's path
     pattern = None  # splits a text into words
     byte_level = True  # whether any bytes can be encoded
     can_cut = True  # whether cutting a text keeps the ids

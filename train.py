@@ -149,7 +149,7 @@ from prepare import Bins, count_bytes, data_folder, identity, load_tokenizer, re
 
 # learning rate ----------------------------------------------------------------------------------------------
 
-SCHEDULES = {  # share of the decay that is done -> 1 at the peak, 0 at min_lr
+SCHEDULES = {  # completed share of the decay -> 1 at the peak, 0 at min_lr
     'cosine': lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     'linear': lambda done: 1 - done,
     'wsd': lambda done: 1 - done,  # warm-up, stable, decay: arXiv:2404.06395
@@ -893,7 +893,7 @@ def log_row(path, wandb_run, row):
 
 def measure(run, row, seconds, epoch):
     """Completes the row that `step` returned; waits for the device. seconds: time per iteration;
-    epoch: its number of tokens."""
+    epoch: tokens per epoch."""
     tokens = run.tokens_per_update
     peak = peak_flops(run.machine.device, run.machine.dtype)
     shared = torch.stack([row['loss'], row['loss'].new_zeros(()) + row.pop('weight')])

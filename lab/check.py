@@ -210,7 +210,7 @@ def check_cache(config):
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
-        """Appends tokens, one count after another. A list has one count per row."""
+        """Appends n tokens per row for each n in counts; n may be a list with one number per row."""
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
