@@ -52,7 +52,8 @@ stop: str | list[str] | None = None  # texts that end a sample
 chat = False                # answer typed questions, or those in start; a base model continues typed texts
 # conversations [if chat and chat_template]
 system = ''                 # the system message
-history: int | None = None  # earlier questions that the model sees [>= 0]; None: all that fit
+history: int | None = None  # earlier questions that the model sees; None: all that fit [>= 0]
+                            # [if start == '\n']
 thinking: bool | None = None  # None: the chat template decides
 # sampling: arguments of sample_token
 temperature = 0.8           # 0: always the most likely token [== 0 or temperature >= 1e-20]
@@ -556,7 +557,7 @@ class Chat:
             stream.show()
         self.cache = cache
         self.cached = ids + stream.tokens
-        if len(stream.tokens) == n_new:
+        if len(stream.tokens) == n_new and self.tokenizer.chat_template:
             print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens})")
 
     def prefix_cache(self, ids, n_new):
@@ -586,8 +587,8 @@ class Chat:
             print(f"(the context of {size} tokens is full: the oldest question and its answer are forgotten)")
             del messages[first:first + 2]
         if len(ids) >= size:
-            raise UserError(f"the question has {len(ids)} tokens with its template, but the context only "
-                            f"{size}: ask a shorter one, or set a larger --block_size")
+            raise UserError(f"the question has {len(ids)} tokens, but the context only {size}: ask a shorter "
+                            "one, or set a larger --block_size")
         return messages, ids
 
 
@@ -645,7 +646,7 @@ if __name__ == '__main__':
     check_effects(settings, config | vars(model.config) | template, globals())
     if chat and not tokenizer.chat_template:
         print("the model was not trained on conversations, so it continues each text")
-    if start == '\n' and start not in getattr(tokenizer, 'chars', start):
+    if prompts == ['\n'] and start not in getattr(tokenizer, 'chars', start):
         prompts = tokenizer.chars[:1]
     model.eval()
     print(f"{checkpoint['path']}: {num_params(model):,} parameters")
@@ -659,7 +660,8 @@ if __name__ == '__main__':
         sys.exit()
 
     samples = [(prompt, number) for prompt in prompts for number in range(1 if chat else num_samples)]
-    ids = [conversation.prompt(prompt.strip())[1] if chat else tokenizer.encode(prompt)
+    ids = [conversation.prompt(prompt.strip())[1] if chat and tokenizer.chat_template
+           else tokenizer.encode(prompt)
            for prompt, _ in samples]
     line = '-' * 15
     with open(output, 'x', encoding='utf-8') if output else contextlib.nullcontext() as file:

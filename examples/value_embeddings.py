@@ -23,7 +23,7 @@ class ValueEmbedding(Attention):
         super().__init__(config, layer)
         init = functools.partial(nn.init.normal_, std=config.n_embd ** -0.5)
         self.table = Embedding(config.vocab_size, config.n_kv_head * config.head_dim, init)
-        self.gate = Linear(GATED, config.n_kv_head, init=nn.init.zeros_, group='gate')
+        self.gate = Linear(min(GATED, config.n_embd), config.n_kv_head, init=nn.init.zeros_, group='gate')
 
     def qkv(self, x, context):
         q, k, v = super().qkv(x, context)                                             # (B, heads, T, D)

@@ -273,6 +273,7 @@ def test_value_residual():
 def test_value_embeddings():
     """Next to nanochat's line, head by head."""
     with imported('value_embeddings'):
+        assert random_model(mixer_pattern='E', n_embd=8)[0].h[0].attn.gate.in_features == 8
         model, idx = random_model(mixer_pattern='AE')
         mixer = model.h[1].attn
         xs = []

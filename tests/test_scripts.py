@@ -142,9 +142,20 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     with pytest.raises(ValueError, match='--system has no effect: it needs chat and chat_template'):
         run('sample.py', *common)
     common.remove('--system=Be short.')
-    run('sample.py', *common, '--start=Hi')
-    text = byte_chat_tokenizer().decode(by_hand(model, [*b'Hi'], 8, temperature=0))
-    assert f"> Hi\n{text}\n---" in capsys.readouterr().out
+    run('sample.py', *common, '--start=Hi ')  # the space counts
+    text = byte_chat_tokenizer().decode(by_hand(model, [*b'Hi '], 8, temperature=0))
+    assert f"> Hi \n{text}\n---" in capsys.readouterr().out
+
+
+def test_a_base_model_continues_typed_texts(base, capsys, monkeypatch):
+    model, tok, _ = load('out')
+    assert '\n' not in tok.chars
+    text = tok.chars[3]
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{text}\n'))
+    with contextlib.suppress(SystemExit):
+        run('sample.py', '--chat', *EVAL, '--max_new_tokens=5', '--temperature=0')
+    expected = tok.decode(by_hand(model, tok.encode(text), 5, temperature=0))
+    assert f'> {expected}\n> ' in capsys.readouterr().out
 
 
 def read_config(*argv):
