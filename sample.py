@@ -411,9 +411,10 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 if is_new and len(rows) == len(samples):
                     cache.reset()
                 prefill(model, [samples[row].tokens[samples[row].first:-1] for row in rows], cache, rows)
-                seen[rows] = False
-                for row in rows:
-                    seen[row, 0, samples[row].tokens[:-1]] = True
+                marks = torch.zeros(len(rows), *seen.shape[1:], dtype=torch.bool)
+                for mark, row in zip(marks, rows):
+                    mark[0, samples[row].tokens[:-1]] = True
+                seen[rows] = marks.to(sampling_device)  # one copy for all rows
             # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:
