@@ -965,6 +965,12 @@ def print_sample(run, tokenizer, prompts):
     print0(f"{'-' * 15} sample:\n{text}\n{'-' * 15}")
 
 
+def start_lora(model, config, source):
+    """See zoo/weights.py, which only runs with adapters need."""
+    from zoo.weights import start_lora
+    return start_lora(model, config, source)
+
+
 # main program -----------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
@@ -1055,7 +1061,6 @@ if __name__ == '__main__':
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
     lora = source.get('lora') if resumed else None
     if lora_rank and not resumed:
-        from zoo.weights import start_lora
         lora = start_lora(model, config, source)
     n_params = num_params(model)
     if checkpoint_activations:
