@@ -60,7 +60,7 @@ def document(text, folder, env):
         commands = [one for one in commands if language == 'sh' or console]
         if language == 'python' and block.startswith('import'):
             commands = [f'python - <<END\n{block}END']
-        why = {one: [SKIPPED[key] for key in SKIPPED if re.match(key, one)] for one in commands}
+        why = {one: [SKIPPED[key] for key in SKIPPED if re.search(key, one)] for one in commands}
         for one in filter(why.get, commands):
             print('-', one, f'({why[one][0]})')
         if commands := [one for one in commands if not why[one]]:
