@@ -5,8 +5,8 @@ Measures how fast a model is and how much memory it needs.
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # parameters, FLOPs, KV cache
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
 
---vs also times another implementation in turns: transformers with the same weights, uncompiled, or
-a clone of nanoGPT with the same shape.
+--vs also times another implementation, alternately: uncompiled transformers with the same weights, or a
+clone of nanoGPT with the same shape.
 """
 import collections
 import contextlib
@@ -40,13 +40,13 @@ from configurator import (
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 dataset = ''                      # sets a new model's vocabulary
-json: bool | str = False          # True: print JSON too; or a file to append to
-dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
+json: bool | str = False          # True: also print JSON; a path: append to that file
+dtype = 'auto'                    # float32, bfloat16, float16; auto: the fastest here
 # train and decode [if command in ('train', 'decode')]
 device = 'auto'                   # as in train.py
 batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode. Only train uses a
                                   # config file's batch_size
-vs = ''                           # folder of nanoGPT, or transformers
+vs = ''                           # transformers, or nanoGPT's folder
 rounds = 5                        # how often each model is timed [>= 1]
 compile: bool | str = 'auto'      # auto: only for train, if possible [in (True, False, 'auto')]
 seed = 1337                       # seed of weights and tokens [< 2**63]
@@ -98,7 +98,7 @@ def seconds_each(items):
 
 
 def timed(calls, steps, counts=(1,)):
-    """Returns a timing function -> (steps,) seconds. A step makes each call `counts` times."""
+    """Returns a timing function -> (steps,) seconds: the times of the calls, weighted by `counts`."""
     def side():
         for f in calls:
             f()
@@ -114,7 +114,7 @@ def take_turns(sides, rounds):
 
 
 def print_table(title, heads, rows):
-    """rows: name -> one text per head."""
+    """rows: name -> one text per column."""
     rows = {title: heads} | rows
     name_width = max(map(len, rows))
     widths = [max(map(len, column)) for column in zip(*rows.values())]
@@ -145,7 +145,7 @@ def report(model, machine, times, tokens):
 
 
 def json_output(where):
-    """Opens the output for JSON before the measurement: stdout, or the file in the setting json."""
+    """Opens the output for the setting json before measuring: stdout or a file."""
     return sys.stdout if where is True else open(where, 'a', encoding='utf-8') if where else None
 
 
@@ -172,8 +172,7 @@ def named_model(config, model_args, device, dtype=torch.float32):
 
 
 def cache_bytes(model, lengths, dtype):
-    """{length: bytes of the KV cache and states of one sequence of so many tokens}, without the slot for
-    padding."""
+    """{length: bytes of a sequence's KV cache and states}, without the slot for padding."""
     with torch.device('meta'):  # a cache cannot be longer than block_size
         model = GPT(dataclasses.replace(model.config, block_size=max(lengths)))
     model.compute_dtype = lambda: dtype  # a meta device has no autocast
@@ -196,7 +195,7 @@ def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
 
 
 def load_other(vs, model):
-    """{name: model} to compare with."""
+    """{name: model to compare with}"""
     weight = model.wte.weight
     if vs == 'transformers':
         from zoo.hub import save_pretrained
@@ -376,7 +375,7 @@ def measure_train(config, model_args):
     for name, other in load_other(config['vs'], model).items():
         steps[name] = other_step(other.train(), batch, machine)
     accumulation = config['gradient_accumulation_steps']
-    # time only the first micro-batch, and a later one that adds gradients
+    # time the first micro-batch, and a later one, which adds gradients
     counts = [1, accumulation - 1][:accumulation]
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
@@ -385,7 +384,7 @@ def measure_train(config, model_args):
     def only_forward():
         with machine.autocast():
             forward(*batch)
-    # milliseconds of the parts of a step with one micro-batch
+    # milliseconds of a step's parts, with one micro-batch
     parts = np.median(timed([only_forward, *steps['flatgpt']], config['steps'], np.eye(3))(), axis=0) * 1e3
     print(f"forward {parts[0]:,.2f} ms, backward {parts[1] - parts[0]:,.2f} ms, update {parts[2]:,.2f} ms")
     flops = flops_per_token(model) * numbers['tok_per_s']
@@ -405,7 +404,7 @@ def measure_train(config, model_args):
 
 @torch.no_grad()
 def time_other(model, prompts, new):
-    """Seconds per step of generate in transformers, except the first step."""
+    """Seconds of each step of transformers' generate, except the first."""
     idx = torch.tensor(prompts, device=model.device)
     stamps = []
 

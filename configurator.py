@@ -9,9 +9,9 @@ A setting is a line above configure(...), or a field of GPTConfig in model.py:
 Its type is its annotation, or the type of its default. Brackets in its remark are rules:
     [< 1]           a condition for the value; [in TABLE] requires a key of the script's TABLE. Numbers must
                     be at least 0, unless the default is negative or a rule begins with >
-    [if condition]  unless it holds, the flag has no effect and raises an error. In a comment above
-                    settings, the rule applies up to the next comment
-    [fixed], [length], [changeable], [random] and [training] are marks that docs/design.md explains
+    [if condition]  if false, the flag has no effect and raises an error. A rule in a comment line applies
+                    up to the next comment line
+    docs/design.md explains the marks [fixed], [length], [changeable], [random] and [training]
 configure reads settings from source text, because imports are slow. Helpers in a config file begin with _
 or are in upper case.
 """
@@ -36,11 +36,11 @@ ROOT = Path(__file__).resolve().parent
 
 
 class UserError(ValueError):
-    """An error that the user of a script can correct."""
+    """An error that users can correct."""
 
 
 def print0(*values):
-    """Prints on rank 0. A closed pipe does not stop the script."""
+    """Prints on rank 0, and ignores a closed pipe."""
     if os.environ.get('RANK', '0') == '0':
         try:
             print(*values, flush=True)
@@ -65,7 +65,7 @@ def package(name, need='published models need', install='safetensors tokenizers 
 
 # kinds    names of types
 # rules    texts in brackets
-# source   its lines, and the comments above
+# source   source text, with the comments above
 Setting = collections.namedtuple('Setting', 'kinds default rules source')
 SETTING = re.compile(r'''
     ((?: ^\#.*\n | ^\n )*)                  # comments above
@@ -105,7 +105,7 @@ def marked(path, mark):
 
 
 def fit(value, kinds):
-    """Converts a value, or the Python literal in a text, to one of these types; 1e6 can become an int."""
+    """Converts a value or Python literal to one of these types; 1e6 can become an int."""
     if isinstance(value, str):
         spelled = {'true': 'True', 'false': 'False'}.get(value, value)
         with contextlib.suppress(ValueError, SyntaxError, OverflowError):
@@ -148,14 +148,14 @@ def read_flag(flag, known):
 
 
 def run_file(name, values):
-    """Runs a config file, which can read `values`. Returns all names that it assigns."""
+    """Runs a config file, which can read `values`. Returns its variables."""
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
         raise UserError(f"there is no config file {name}: neither here nor in {ROOT}")
     sys.path.append(str(path.resolve().parent))  # for imports of files next to it
     name = f'config_{path.stem}'
     module = sys.modules[name] = types.ModuleType(name)  # torch.compile looks the module up
-    # values are builtins, so that the result does not contain them
+    # `values` act as builtins, so that the result does not contain them
     vars(module).update(__file__=str(path), __builtins__=vars(builtins) | values)
     with reading(path):
         code = compile(path.read_bytes(), path, 'exec')  # Python finds the encoding
@@ -170,22 +170,22 @@ def show(label, values):
         print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
-# model_args  fields of GPTConfig that are given
-# words       plain words of the command line
-# given       name -> 'flags' or a config file, in order
+# model_args  the given fields of GPTConfig
+# words       arguments that are neither flags nor config files
+# given       name -> 'flags' or a config file, in the order given
 # known       name -> Setting
-# files       what each config file defines: name -> value
-# replaced    what config files replaced in model.py: 'model.make_block', 'GPT.loss'
+# files       one {name: value} per config file
+# replaced    what config files replaced in model.py, like 'model.make_block', 'GPT.loss'
 Configured = collections.namedtuple('Configured', 'config model_args words given known files replaced')
 
 
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, tune_file=None,
               texts=False):
-    """Overrides a script's settings by config files and flags, and prints them.
+    """Overrides a script's settings by config files and flags, and prints the changes.
 
     settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
     number of plain words allowed. default_file: used if the command names neither a model nor a config
-    file outside of examples/. tune_file: used instead if the command names a model. texts: if True, .py
+    file outside of examples/. tune_file: used instead if --init_from names a model. texts: if True, .py
     files outside of config/ and examples/ are words. Raises UserError for unknown settings and wrong
     types."""
     launched = settings['__name__'] == '__main__'
@@ -241,7 +241,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
 
 
 def is_example(arg):
-    """Whether this config file is in examples/, which extends the default file."""
+    """Whether a config file is in examples/, and so extends the default file."""
     return Path(arg).resolve().parent.name == 'examples'
 
 
@@ -254,9 +254,9 @@ def replaced_names(file):
 
 
 def use_parts(settings, script):
-    """Extends the script's tables by tables of config files. Calls the function patch(script) of config files
-    with the script's module, in which it may replace functions and classes. script: its globals(). Returns
-    the names of what changes."""
+    """Extends the script's tables by tables of config files. If a config file defines patch(script), calls
+    it with the script's module, whose functions and classes patch may replace. script: the script's
+    globals(). Returns the changed names."""
     replaced = [*settings.replaced]
     tables = {}
     code = ''.join(path.read_text('utf-8') for path in ROOT.glob('*.py'))
@@ -264,7 +264,7 @@ def use_parts(settings, script):
     for found in settings.files:
         for name, value in found.items():
             table = script.get(name, value)
-            if not name.isupper() or table is value:  # the same: only imported
+            if not name.isupper() or table is value:  # imported, or not the script's
                 continue
             if not isinstance(table, dict):
                 raise UserError(f"a config file sets {name}, which is no table: replace it in patch(script)")
@@ -285,7 +285,7 @@ def use_parts(settings, script):
 
 
 def unmet(rules, tables, values):
-    """The first [if ...] condition that does not hold, or None."""
+    """The first false [if ...] condition, or None."""
     for rule in rules:
         if rule.startswith('if ') and not eval(rule[3:], tables, values):
             return rule[3:]
@@ -306,7 +306,7 @@ def check_values(settings, values, tables):
 
 def check_effects(settings, values, tables):
     """Raises UserError if a flag has no effect, unless it gives the default."""
-    for name in filter(values.__contains__, reversed(settings.given)):  # flags first
+    for name in filter(values.__contains__, reversed(settings.given)):
         setting = settings.known[name]
         if settings.given[name] == 'flags' and values[name] != setting.default and (
                 condition := unmet(setting.rules, tables, values)):
@@ -336,7 +336,8 @@ def reading(path):
 
 @contextlib.contextmanager
 def naming(fields):
-    """Raises UserError for a ValueError of model.py, or, naming these fields of GPTConfig, if torch fails."""
+    """Converts a ValueError of model.py to UserError. If torch fails, the UserError lists these
+    fields of GPTConfig."""
     try:
         yield
     except ValueError as error:
@@ -368,7 +369,7 @@ def one_line_errors(kind, error, trace):
 
 def runtime(device, dtype, seed=1337, bound_by_memory=False):
     """Chooses device and dtype, and seeds torch. bound_by_memory: whether reading weights takes longest.
-    Raises UserError if the device or dtype is not available."""
+    Raises UserError if the device or dtype is unavailable."""
     import torch
     device = choose_device(device)
     kind = device.partition(':')[0]
@@ -414,7 +415,7 @@ def choose_device(device):
     """Resolves 'auto', and gives each rank of torchrun its own GPU."""
     import torch
     if device == 'auto':
-        # without the argument, this is what torch was built for
+        # without check_available, torch names the accelerator it was built for
         device = str(torch.accelerator.current_accelerator(check_available=True) or 'cpu')
     if device == 'cuda' or device.startswith('cuda') and 'LOCAL_RANK' in os.environ:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # torch.cuda.set_device needs a number
@@ -445,15 +446,15 @@ def can_compile(device):
 
 
 def resolve_compile(compile, device, flops):
-    """Resolves 'auto'. flops: this rank's training FLOPs. The limits are two minutes of uncompiled
-    training on a GPU or two CPU cores."""
+    """Resolves 'auto'. flops: this rank's training FLOPs. The limits are what a GPU or two CPU
+    cores compute in two minutes without compilation."""
     if compile != 'auto':
         return compile
     return device != 'mps' and flops > (4e15 if 'cuda' in device else 1.4e13) and can_compile(device)
 
 
 def compile_model(model, device):
-    """Compiles a callable like model(...), without changing the model."""
+    """Returns a compiled model(...), without changing the model."""
     import torch
     # eager random numbers are fast on a CPU
     return torch.compile(model, dynamic=False,
@@ -461,15 +462,15 @@ def compile_model(model, device):
 
 
 def keep_freed_memory(below=1 << 30):
-    """Makes glibc keep freed blocks of less than `below` bytes. CPU training is faster, but needs 25% to 100%
-    more memory."""
+    """Makes glibc keep freed blocks of less than `below` bytes. CPU training becomes faster, but needs 25%
+    to 100% more memory."""
     with contextlib.suppress(AttributeError, TypeError):  # only glibc has mallopt
         # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
         for option, value in (-3, below), (-1, 2**31 - 1), (-2, 64 << 20):
             ctypes.CDLL(None).mallopt(option, value)
 
 
-# words in the device's name -> dense 16-bit TFLOP/s of its data sheet; the first match counts
+# pattern of device names -> dense 16-bit TFLOP/s from the data sheet; the first match counts
 PEAK_TFLOPS = {
     'GB300': 2500, 'B300': 2250, 'GB200': 2500, 'B200': 2250, 'H200 NVL': 835, 'G?H200': 989,
     'H100 NVL': 835, 'H100 PCIe': 756, 'H100': 989, 'A100': 312, 'L40S': 362, 'V100': 125, 'T4': 65,

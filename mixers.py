@@ -82,9 +82,9 @@ class VariantAttention(Attention):
 
 
 class LatentAttention(BaseAttention):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
-    are projections of one latent per token; the cache keeps the latent and one rotary key. With a
-    cache, forward projects queries and outputs instead if this is cheaper (section 2.1.2)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Projects the keys and values
+    of all heads from one latent per token; the cache keeps this latent and one rotary key. With a cache,
+    forward projects queries and outputs instead if this is cheaper (section 2.1.2)."""
 
     @classmethod
     def defaults(cls, config):
@@ -118,7 +118,7 @@ class LatentAttention(BaseAttention):
         self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config, eps=config.latent_norm_eps)
-        self.c_kv = Linear(rank, H * (nope + value))  # k and v of a head, then of the next head
+        self.c_kv = Linear(rank, H * (nope + value))  # per head: k, then v
         self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
         self.slots = [(1, rank + rope)]
         self.head_widths = nope + rope, value
@@ -136,7 +136,7 @@ class LatentAttention(BaseAttention):
         T = q.shape[2]
         S = latent.shape[2]
         up = rank * (nope + value)
-        absorb = (context.cache is not None  # if it needs fewer multiplications per head
+        absorb = (context.cache is not None  # and absorbing needs fewer multiplications per head
                   and T * (up + S * (2 * rank + rope)) < S * (up + T * sum(self.head_widths)))
         if absorb:
             q = q @ w_k
@@ -187,7 +187,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
     This is equation 10 of arXiv:2412.06464, computed in chunks (section 3.3). Everything is float32.
 
     q, k (B, heads, T, keys); v (B, heads, T, values); beta (B, heads, T, 1); state (B, heads, keys, values)
-    decay: at most 0, (B, heads, T, 1), or (B, heads, T, keys) for a decay per channel
+    decay: (B, heads, T, 1), or (B, heads, T, keys) if per channel; at most 0
     is_start: (B, T) bool, True at the start of a document
     corrects: False leaves out the subtracted term
     chunk: a power of two
@@ -196,7 +196,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
     while chunk // 2 >= T:
         chunk //= 2
 
-    def chunks(x, dim):  # padding writes nothing and does not decay
+    def chunks(x, dim):  # padding leaves the state unchanged
         return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % chunk)).unflatten(dim, (-1, chunk))
 
     q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, chunk, ...)
@@ -205,7 +205,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
     carried = total.exp()
     left = (total[..., -1:, :] - total).exp()  # decay to the end of the chunk
     if is_start is not None:
-        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0: from an earlier chunk
+        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0: begun before this chunk
         hidden = hidden | (document[..., :, None] != document[..., None, :])
         carried = carried * (document == 0)[..., None]
         left = left * (document == document[..., -1:])[..., None]
@@ -227,8 +227,8 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
     kept = carried[..., -1, :, None]
     before = state[:, :, None]  # the state before each chunk
     if q.shape[2] > 1:
-        # A chunk changes the state S to kept @ S + added. The loop has one operation per chunk, because
-        # torch.compile unrolls it.
+        # A chunk changes the state S to keep @ S + add, or keep * S + add. The loop computes only this,
+        # because torch.compile unrolls it.
         added = writing @ written
         keeps = kept * torch.eye(k.shape[-1], device=k.device) - writing @ read if corrects else kept
         states = [state]
@@ -242,9 +242,9 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
 
 
 def decayed_scores(q, k, total):
-    """(..., C, C): for i >= j the sum over channels of q_i k_j exp(total_i - total_j). q, k and total are
-    (..., C, channels), and C is a power of two. exp(-total) would overflow. Therefore, in each pair of
-    adjacent blocks, keys decay to the end of the earlier block, and queries decay from that end."""
+    """(..., C, C): the sum over channels of q_i k_j exp(total_i - total_j), for i >= j. q, k and total are
+    (..., C, channels), and C is a power of two. exp(-total) would overflow. Therefore, for each pair of
+    adjacent blocks, keys decay to the end of the earlier block, and queries decay from there."""
     score = (q * k).sum(-1)[..., None, None]
     half = 1  # block length
     while half < q.shape[-2]:
@@ -325,7 +325,7 @@ class GatedDeltaNet(Mixer):
         return self.mix(qkv, gate, beta, decay, context, F.silu)
 
     def mix(self, qkv, gate, beta, decay, context, act):
-        """beta (B, T, n_value), decay (B, T, n_value or keys), act: the gate's activation -> (B, T, C)"""
+        """beta (B, T, n_value), decay (B, T, n_value or keys) -> (B, T, C). act: the gate's activation"""
         q, k, v = self.convolved(qkv, context)
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
         decay = F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.n_value, -1))
@@ -336,7 +336,7 @@ class GatedDeltaNet(Mixer):
         return self.c_proj(y.type_as(gate).flatten(2))
 
     def convolved(self, qkv, context):
-        """-> q, k, v, (B, value heads, T, width) float32"""
+        """-> q, k, v, each (B, n_value, T, width) float32"""
         x = torch.cat(qkv, dim=-1)
         x = short_convolution(self, x, context)
         x = F.silu(x if self.conv_bias is None else x + self.conv_bias.type_as(x))
@@ -364,7 +364,7 @@ def dt_init(w):
 # short convolution, Mamba-2, Kimi Delta Attention -----------------------------------------------------------
 
 class ShortConvolution(Mixer):
-    """after * conv(before * x), with three projections of the input: LFM2, arXiv:2511.23404."""
+    """after * conv(before * x), all three projected from the input: LFM2, arXiv:2511.23404."""
 
     documents = True
 
@@ -390,8 +390,8 @@ class ShortConvolution(Mixer):
 
 
 class Mamba2(GatedDeltaNet):
-    """Mamba-2 as linear attention (arXiv:2405.21060, section 6): its C is the query, its B the
-    key, and its x the value. The step size scales both the written value and the decay."""
+    """Mamba-2 as linear attention (arXiv:2405.21060, sections 5 and 6): its C, B and x are the query,
+    key and value. The step size scales both the written value and the decay."""
 
     corrects = False
 
@@ -423,7 +423,7 @@ class Mamba2(GatedDeltaNet):
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """Gated DeltaNet with a decay per channel of a key. Decay and gate are low-rank projections
+    """Gated DeltaNet with a decay per key channel. Decay and gate are low-rank projections
     (arXiv:2510.26692)."""
 
     def __init__(self, config, layer):
@@ -442,8 +442,8 @@ class KimiDeltaAttention(GatedDeltaNet):
 # multi-token prediction -------------------------------------------------------------------------------------
 
 class MultiTokenPrediction(nn.Module):
-    """A layer that predicts the token after the next from the output of the last block and the embedding of
-    the next token (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+    """A layer that predicts the token after the next one, from the last block's output and the next token's
+    embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -453,12 +453,12 @@ class MultiTokenPrediction(nn.Module):
         self.block = make_block(config, config.n_layer - 1)
 
     def forward(self, x, x0, context):
-        """x and the first block's input x0, (B, T, C) -> (B, T, C)"""
+        """x, x0 (B, T, C) -> (B, T, C). x0: the first block's input"""
         both = torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)
         return self.block(self.c_in(both), context)
 
     def loss(self, model, x, x0, targets, context):
-        """Summed cross entropy of the tokens after the next, 0-d, divided by the number of targets
+        """Summed cross entropy of the layer's predictions, 0-d, divided by the number of targets
         (arXiv:2412.19437, equation 24)."""
         later = F.pad(targets[:, 1:], (0, 1), value=-1)
         context.learned = later >= 0

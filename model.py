@@ -37,9 +37,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 @dataclasses.dataclass
 class GPTConfig:
     """Everything that defines a model. A pattern has one letter per layer and repeats. If an
-    annotation names a table, the keys of the table are the choices. configurator.py explains the
+    annotation names a table, the choices are the table's keys. configurator.py explains the
     rules in brackets. Raises a ValueError that lists all problems."""
-    # a Qwen3
+    # Qwen3's fields
     block_size: int = 1024           # maximum sequence length [changeable]
     vocab_size: int = 50304          # GPT-2's 50257, rounded up
     n_layer: int = 12                # blocks
@@ -62,7 +62,7 @@ class GPTConfig:
     pos: Literal['rope', 'alibi', 'learned', 'sinusoidal', 'none'] = 'rope'  # encoding:
                                      # rope (arXiv:2104.09864), alibi (arXiv:2108.12409),
                                      # learned (GPT-2), sinusoidal (arXiv:1706.03762)
-    pos_pattern: Literal['P', 'N'] = 'P'  # P: with, N: without positions (SmolLM3: 'PPPN')
+    pos_pattern: Literal['P', 'N'] = 'P'  # P: with positions, N: without (SmolLM3: 'PPPN')
                                      # [if pos in ('rope', 'alibi')]
     rope_scaling: dict | None = None  # such as {'rope_type': 'yarn', 'factor': 4.0}
                                      # [changeable] [if pos == 'rope']
@@ -99,11 +99,12 @@ class GPTConfig:
     v_head_dim: int | None = None    # width of a head's value; None: 128
     latent_norm_eps: float | None = None  # norm_eps of the latents; None: norm_eps
     # layers with a state, see mixers.py [if mixer_pattern.strip('AM')]
-    linear_n_key_head: int | None = None  # query and key heads; None: n_head (B: 1)
-    linear_n_value_head: int | None = None  # multiple of key heads; None: equal (B: n_embd / 32)
-    linear_key_head_dim: int | None = None  # None: n_embd // n_head (B: 64)
-    linear_value_head_dim: int | None = None  # None: linear_key_head_dim (B: 64)
-    linear_conv_bias: bool | None = None  # bias of B's short convolution; None: True
+    linear_n_key_head: int | None = None  # query and key heads; None: n_head (Mamba-2: 1)
+    linear_n_value_head: int | None = None  # multiple of linear_n_key_head; None: equal
+                                     # (Mamba-2: n_embd / 32)
+    linear_key_head_dim: int | None = None  # None: n_embd // n_head (Mamba-2: 64)
+    linear_value_head_dim: int | None = None  # None: linear_key_head_dim (Mamba-2: 64)
+    linear_conv_bias: bool | None = None  # bias of Mamba-2's short convolution; None: True
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
     # norms, residual stream
     norm: 'NORMS' = 'rmsnorm'        # rmsnorm, layernorm
@@ -113,7 +114,7 @@ class GPTConfig:
     embed_norm: bool = False         # norm after the embedding (BLOOM)
     embed_scale: float | None = None  # factor on embeddings; None: 1, or sqrt(n_embd) if sinusoidal
     residual_scale: float = 1.0      # factor on the outputs of attention and MLP (Granite)
-    residual_lambdas: bool = False   # each layer's input is a x + b x0, with learned a and b
+    residual_lambdas: bool = False   # each layer's input is a * x + b * embedding, with learned a and b
     layer_scalar: bool = False       # a constant factor on each block's output (Gemma 4)
     # MLP, biases
     mlp_limit: float = 7.0           # bound of gate and up [if mlp == 'swiglu_oai']
@@ -129,15 +130,15 @@ class GPTConfig:
     n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066)
     shared_gate: bool = False        # a sigmoid gate on shared experts [if n_shared_expert]
     d_expert: int | None = None      # width of an expert; None: d_ff
-    n_dense_layer: int = 0           # number of first layers without experts (DeepSeek)
+    n_dense_layer: int = 0           # first layers without experts (DeepSeek)
     expert_input_scale: bool = False  # router weights multiply the experts' input (Llama 4)
     expert_norms: bool = False       # norms before router and experts, and after experts (Gemma 4)
     router: 'ROUTERS' = 'softmax'    # softmax (Mixtral), sigmoid (DeepSeek-V3)
-    norm_topk_prob: bool = True      # weights of the active experts sum to 1; use False for 1 expert
+    norm_topk_prob: bool = True      # active experts' weights sum to 1; use False if n_expert_active is 1
     routed_scaling_factor: float = 1.0  # factor on the router weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use [if n_group]
-    balance_bias: bool = False       # a bias on the choice balances the load (arXiv:2408.15664)
+    balance_bias: bool = False       # a bias in choosing experts balances their load (arXiv:2408.15664)
     balance_per_sequence: bool = False  # balance loss per row of the batch [changeable]
                                      # [training]
     # head, training
@@ -329,7 +330,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def defaults(cls, config):
-        """Name of a GPTConfig field -> value for None with this mixer."""
+        """Name of a GPTConfig field -> the value that replaces None."""
         return {}
 
     @classmethod
@@ -375,7 +376,7 @@ class BaseAttention(Mixer):
         return attend(self, q, k, v, context, mask)
 
     def n_keys(self, length):
-        """The number of keys per query, including later keys, as in PaLM (arXiv:2204.02311, appendix B)."""
+        """Keys per query, including later keys, as in PaLM (arXiv:2204.02311, appendix B)."""
         return min(length, self.window or length)
 
     def flops(self, length):
@@ -518,8 +519,8 @@ class GPT(nn.Module):
         """idx (B, T) int64 -> logits (B, T, vocab_size) float32, or with targets (B, T) -> (loss, aux).
 
         loss     mean cross entropy over the targets that are not negative
-        aux      with experts, 'balance' and 'z' (0-d, means over layers) and 'load' (layers, experts: how
-                 often each expert was chosen); in training, 'mtp' (0-d)
+        aux      with experts, 'balance' and 'z' (0-d, means over layers) and 'load' (layers, experts),
+                 how often each expert was chosen; in training, 'mtp' (0-d) if config.mtp
         cache    idx continues the rows of this cache and is appended to it
         keep     returns the logits of only the last `keep` tokens of each row
         lengths  (B,), tokens per row of idx; padding follows them
@@ -529,7 +530,7 @@ class GPT(nn.Module):
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
         if self.compute_dtype() is torch.float16 and not torch.is_autocast_enabled(idx.device.type):
-            with torch.autocast(idx.device.type, torch.float16):  # rounds the float32 stream for products
+            with torch.autocast(idx.device.type, torch.float16):  # casts the float32 stream for matmuls
                 return self.forward(idx, targets, cache, keep, lengths, weights)
         context = make_context(self, idx, cache, lengths, weights)
         if targets is not None:
@@ -605,13 +606,13 @@ class GPT(nn.Module):
 class ForwardContext:
     """What the layers of one forward pass share. This docstring is also the contract of a Mixer.
 
-    To add an attention, derive from Attention and override attend(q, k, v, context), in which query head h
-    uses key head h // (H / K); super().attend accepts a bias of the scores. For any other mixer, derive from
-    Mixer and write forward(x, context), which maps (B, T, C) to (B, T, C); no token may depend on later
-    tokens. Give the class a letter in MIXERS. A mixer sets
+    For a new attention, derive from Attention and override attend(q, k, v, context): query head h uses key
+    head h // (H / K), and super().attend accepts a bias on the scores. For any other mixer, derive from
+    Mixer and write forward(x, context): (B, T, C) -> (B, T, C). No token may depend on later tokens. Give
+    the class a letter in MIXERS. A mixer sets
 
-    rope_kind   its key in context.ropes: config.rope_kind or a tuple like it; rotate() needs the
-                value. None: no rotation
+    rope_kind   its key in context.ropes: config.rope_kind or a tuple like it. Pass the value to
+                rotate(). None: no rotation
     mask_kind   its key in context.masks: the arguments (window, has_alibi, in_chunks) of make_mask; None: no
                 mask
     slots       what the cache keeps per token: a list of (heads, width), one per tensor. cache.append(self,
@@ -640,7 +641,7 @@ class ForwardContext:
     # cache            a Cache or None
     # lengths          (B,), new tokens of each row, without padding; None: all T
     # eager            whether to use eager_attention, unless flex
-    # flex             whether to use flex_attention where a mask or a score needs it
+    # flex             whether to use flex_attention if a mask or a score needs it
     # dtype            dtype of matmuls
     # learned          (B, T) bool, whether a token has a target; None without targets
     # weights          None, or a list that collects attention weights
@@ -648,7 +649,7 @@ class ForwardContext:
     # handed           layer -> what it passes to later layers
 
     def __init__(self, **values):
-        self.handed = {}  # no dataclass: FSDP would copy it for each block
+        self.handed = {}  # FSDP would copy a dataclass for each block
         for name, value in values.items():  # vars(self).update does not compile before torch 2.13
             setattr(self, name, value)
 
@@ -664,8 +665,8 @@ def make_context(model, idx, cache=None, lengths=None, weights=None):
     T = idx.shape[1]
     config = model.config
     positions = torch.arange(T, device=idx.device)[None] if cache is None else cache.positions(T, lengths)
-    # no kernel but flex_attention has a softcap or sinks. Training on a CPU with bfloat16 units is up to 3
-    # times as fast with eager_attention, but it needs memory in the square of T
+    # flex_attention is the only kernel with a softcap or sinks. On a CPU with bfloat16 units,
+    # eager_attention trains up to 3 times as fast, but its memory grows with the square of T
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
                  or idx.is_cpu and torch.is_grad_enabled() and T <= 1024)
     flex = weights is None and cache is None and use_flex(model, idx)
@@ -709,8 +710,8 @@ def number_mixers(model):
 # cache ------------------------------------------------------------------------------------------------------
 
 class Cache:
-    """What layers keep of the tokens so far. For each of model.mixers, `slots` has a list of tensors
-    (B, heads, number of slots + 1, width), its KV cache, and `states` has a list of tensors (B, ...). A
+    """What layers keep of the tokens so far. For each of model.mixers, `slots` has its KV cache, a list of
+    tensors (B, heads, number of slots + 1, width), and `states` has a list of tensors (B, ...). A
     token's slot is its position; in a rolling KV cache, it is the position modulo the number of slots:
 
         max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
@@ -719,7 +720,7 @@ class Cache:
         row 1  a  b  c  d  e  . |
 
     The last slot is for padding. `length` (B,) counts the tokens of each row; `longest` is
-    its maximum, as an int. If `static`, one compiled step serves every position: the step attends
+    its maximum, as an int. If `static`, one compiled step serves every position: it attends
     to all slots and masks empty slots. `longest` is then max_len, and the caller must make sure
     that the tokens fit."""
 
@@ -866,8 +867,8 @@ class Mask:
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or see part
     is_causal: bool               # the queries belong to the last T keys; later keys are hidden
     flex: tuple | None = None     # what flex_mask returns; bias is then None
-    part: typing.Callable | None = None  # (slice of queries, slice of keys) -> part of a bias for long T
-    copies: dict = dataclasses.field(default_factory=dict)  # query heads per key head -> bias by group
+    part: typing.Callable | None = None  # if long or flex: (slice of queries, slice of keys) -> bias
+    copies: dict = dataclasses.field(default_factory=dict)  # H / K -> bias for sdpa_plan's 'rows'
 
     def add(self, bias):
         """This Mask plus a bias (1 or B, 1 or H, T, S). -inf hides a key; each query
@@ -920,7 +921,7 @@ def needs_no_mask(context, is_causal, window, in_chunks):
     cache = context.cache
     T = context.positions.shape[1]
     sees_all = window is None or (cache.longest if cache else 0) + T <= window
-    is_aligned = cache and cache.same_length and context.lengths is None  # the last key is the last query's
+    is_aligned = cache and cache.same_length and context.lengths is None  # keys end at the last query
     if T == 1 and is_aligned:
         return sees_all or cache.rolling and not in_chunks
     return sees_all and not context.eager and (is_causal or is_aligned and context.idx.is_cuda and T > BLOCK)
@@ -946,7 +947,7 @@ def attend(mixer, q, k, v, context, mask):
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, v.shape[-1] == D <= 256, is_causal)
     if sharing == 'rows':
         q = q.reshape(B, K, group * T, D)
-        if bias is not None and group not in mask.copies:  # autograd would keep a copy per layer
+        if bias is not None and group not in mask.copies:  # otherwise autograd keeps a copy per layer
             mask.copies[group] = bias.expand(-1, max(group, bias.shape[1]), -1, -1).reshape(
                 len(bias), -1, group * T, S)
         bias = mask.copies.get(group)
@@ -959,11 +960,11 @@ def attend(mixer, q, k, v, context, mask):
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
         y = F.scaled_dot_product_attention(q, k, v, bias, mixer.config.dropout * mixer.training, is_causal,
                                            scale=mixer.scale, enable_gqa=q.shape[1] > k.shape[1])
-    return y.reshape(B, H, T, -1)  # some kernels return the heads next to D'
+    return y.reshape(B, H, T, -1)  # some kernels store the heads next to D'
 
 
 BLOCK = 128       # queries per step of eager_attention
-FEW_QUERIES = 16  # most queries per key head for few=True
+FEW_QUERIES = 16  # maximum queries per key head for few=True
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -971,7 +972,7 @@ def sdpa_plan(device, dtype, fits_flash, is_causal):
     """How query heads share a key head in scaled_dot_product_attention, and whether to allow cuDNN.
 
     'rows': the heads become rows of one product. 'repeat': each head gets a copy of the keys. 'gqa': the
-    kernel shares them. cuDNN is the fastest in training, but it plans slowly for each new shape, and its
+    kernel shares the keys. cuDNN is fastest in training, but it plans slowly for each new shape, and its
     results with masks were wrong (pytorch issues 196678, 193893)."""
     use_cudnn = device != 'cuda' or is_causal and torch.is_grad_enabled()
     if not is_causal:
@@ -982,7 +983,7 @@ def sdpa_plan(device, dtype, fits_flash, is_causal):
 
 
 def use_flex(model, idx):
-    """Whether to use flex_attention, which must be compiled, needs heads of 16 elements, and has no
+    """Whether to use flex_attention, which must be compiled, needs head widths >= 16, and has no
     dropout."""
     return (idx.is_cuda and torch.compiler.is_compiling() and idx.shape[1] >= 128
             and model.compute_dtype() is torch.bfloat16 and not (model.training and model.config.dropout)
@@ -1001,7 +1002,7 @@ def flex_mask(first, slopes):
 
 
 def change_score(mixer, score):
-    """What each kernel does with the scaled products of queries and keys, before it adds a bias."""
+    """Changes the scaled products of queries and keys, before eager or flexible attention adds a bias."""
     softcap = mixer.config.attn_softcap
     return softcap * torch.tanh(score / softcap) if softcap else score
 
@@ -1023,8 +1024,8 @@ def flexible_attention(mixer, q, k, v, block_mask, slopes):
 
 
 def eager_attention(mixer, q, k, v, mask, weights=None, few=False):
-    """`attend` in plain torch, in blocks of queries. few: for few queries in a compiled step, where it is
-    faster than SDPA."""
+    """`attend` in plain torch, in blocks of queries. few: faster than SDPA for few queries in a
+    compiled step."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     q = q * mixer.scale
@@ -1064,7 +1065,7 @@ def project(x, w, bias=None):
             and torch.compiler.is_compiling() and not torch.is_grad_enabled()):
         return F.linear(x, w, bias)
     one = x.flatten().float()  # for one token, the compiler makes a loop that reads w once
-    one = one.as_strided(one.shape, one.stride())  # otherwise computed again for each row of w
+    one = one.as_strided(one.shape, one.stride())  # otherwise, every row of w recomputes `one`
     y = (w.float() * one).sum(dim=-1)
     return (y if bias is None else y + bias.float()).to(x.dtype).view(*x.shape[:-1], -1)
 
@@ -1078,7 +1079,7 @@ def cross_entropy(logits, targets):
     targets = targets.flatten().clamp(min=-1)
     rows = MOST_LOGITS // logits.shape[-1]
     parts = [(logits, targets)]
-    if rows < len(targets):  # split's gradient is a copy
+    if rows < len(targets):  # split's gradient costs a copy
         parts = zip(logits.split(rows), targets.split(rows))
     loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
     return loss / (targets >= 0).sum().clamp(min=1)
@@ -1117,8 +1118,8 @@ def activation(config):
 # Shapes: E experts, n = B T tokens, k = n_expert_active
 
 class GroupedLinear(nn.Module):
-    """A FusedLinear per expert: x (n, n_in), with rows sorted by expert, and offsets (E,) int32,
-    the end of each expert's rows -> one tensor (n, width) per width in widths."""
+    """A FusedLinear per expert: x (n, n_in), offsets (E,) int32 -> one tensor (n, width) per width in
+    widths. The rows of x are sorted by expert; offsets are the ends of the experts' rows."""
 
     names = 'gate up'
 
@@ -1127,11 +1128,11 @@ class GroupedLinear(nn.Module):
         self.widths = widths
         self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=widths)
         self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
-        # not compiled, because numbers of rows vary
+        # not compiled, because row counts vary
         self.loop = torch.compiler.disable(loop_over_experts)
 
     def has_kernel(self, dtype, device):
-        """Whether grouped_mm supports the weights: rows must be multiples of 16 bytes."""
+        """Whether grouped_mm supports the weights: rows and columns must be multiples of 16 bytes."""
         return (dtype is torch.bfloat16 and device != 'mps'
                 and not any(n % 8 for n in self.weight.shape[1:]))
 
@@ -1321,7 +1322,7 @@ def linear(freq, base, length, *, factor):
 
 
 def ntk(freq, base, length, *, factor):
-    """Enlarges the base, so that only the lowest frequency is divided by factor (by bloc97)."""
+    """Enlarges the base, so only the lowest frequency is divided by the full factor (bloc97)."""
     pairs = len(freq)
     return freq * factor ** (-torch.arange(pairs, device=freq.device) / max(1, pairs - 1)), 1.0
 
@@ -1334,9 +1335,8 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
-    """Keeps frequencies that rotate more than beta_fast times in the original context, divides
-    frequencies that rotate less than beta_slow times by factor, and interpolates in between
-    (arXiv:2309.00071, section 3.2)."""
+    """Keeps frequencies above beta_fast rotations in the original context, divides frequencies below
+    beta_slow rotations by factor, and interpolates in between (arXiv:2309.00071, section 3.2)."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
                  for times in (beta_fast, beta_slow))
@@ -1370,7 +1370,7 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
 
 
 def proportional(freq, base, length, *, partial_rotary_factor, factor=1.0):
-    """Like linear, but rotates only this share of the pairs, the fastest (LFM3, Gemma 4)."""
+    """Like linear, but rotates only the fastest pairs, a share of partial_rotary_factor (LFM3, Gemma 4)."""
     freq = freq / factor
     freq[int(partial_rotary_factor * len(freq)):] = 0
     return freq, 1.0
@@ -1481,7 +1481,7 @@ NORM_PLACEMENTS = {
 
 def complete(config):
     """Fills in the defaults and raises the errors of GPTConfig."""
-    config.n_expert = config.n_expert or None  # --n_expert=0 means None
+    config.n_expert = config.n_expert or None
     config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
     if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
         import mixers  # noqa: F401 (adds its letters and activations)
@@ -1489,7 +1489,7 @@ def complete(config):
         raise ValueError('invalid config: ' + '. '.join(
             ', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f' {problem}'
             for names, problem in problems))
-    if config.local:  # completes its rope_scaling, and raises for problems of these layers
+    if config.local:  # completes its rope_scaling, and raises errors of its layers
         layer = dataclasses.replace(config, **config.local, local=None)
         config.local = {name: getattr(layer, name) for name in config.local}
 
@@ -1500,7 +1500,7 @@ def mixer_classes(config):
 
 
 def fill_defaults(config):
-    """Replaces each None. Yields problems, as `impossible` does."""
+    """Fills in defaults. Yields problems, as `impossible` does."""
     width, remainder = divmod(config.n_embd, config.n_head)
     defaults = dict(n_kv_head=config.n_head, head_dim=None if remainder else width, qk_norm=True,
                     qkv_bias=config.bias, proj_bias=config.bias, mlp_bias=config.bias,
@@ -1532,7 +1532,7 @@ def choices(kind):
     return [x for part in typing.get_args(kind) or [kind] for x in typing.get_args(part) or [part]]
 
 
-MOST_LAYERS = 4096  # also of experts: creating a layer or an expert takes milliseconds
+MOST_LAYERS = 4096  # also for n_expert: creating a layer or an expert takes milliseconds
 
 
 def wrong_values(config):
@@ -1591,7 +1591,7 @@ def changed(config, longest=None, **changes):
 
 
 def try_tokens(model):
-    """Computes the first tokens in several ways. Raises ArithmeticError if the results differ, or if the loss
+    """Runs a few tokens in several ways. Raises ArithmeticError if the results differ, or if the loss
     is not finite or does not depend on some parameter."""
     config = model.config
     idx = torch.arange(min(6, config.block_size), device=model.wte.weight.device)[None] % config.vocab_size
@@ -1637,8 +1637,8 @@ def parameters_of(losses):
 
 
 def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for a missing or wrong tag, or a buffer that
-    is not saved."""
+    """Name -> Tag of every parameter. Raises ValueError for a missing or wrong tag, or an unsaved
+    buffer."""
     tags = {}
     for name, w in model.named_parameters():
         found = tags[name] = getattr(w, 'tag', None)
@@ -1655,7 +1655,7 @@ def collect_tags(model):
 
 @torch.no_grad()
 def init_weights(model):
-    """Fills every parameter by the init of its tag."""
+    """Fills every parameter with its tag's init."""
     for name, w in model.named_parameters():
         if not w.is_meta:
             model.tags[name].init(w)
@@ -1686,7 +1686,7 @@ def mixing_flops(model, length):
 
 
 def cost(model, name, w):
-    """The row of a parameter w in account. A weight in a matmul costs 6 FLOPs, or 4 if frozen."""
+    """account's row for a parameter w. A weight in a matmul costs 6 FLOPs, or 4 if frozen."""
     config = model.config
     active = w.numel()
     group = model.tags[name].group
@@ -1697,7 +1697,7 @@ def cost(model, name, w):
 
 
 def num_params(model, active=False):
-    """The number of parameters, or only of those that a token uses."""
+    """The number of parameters. active: only those that a token uses."""
     return sum(row[active] for row in account(model).values())
 
 
@@ -1707,6 +1707,6 @@ def flops_per_token(model):
 
 
 def row_splits(model):
-    """Each parameter of the group 'matrix' -> row counts of the projections fused in it."""
+    """Each parameter of group 'matrix' -> row counts of its fused projections."""
     return {w: model.tags[name].rows or (w.shape[-2],) for name, w in model.named_parameters()
             if model.tags[name].group == 'matrix'}

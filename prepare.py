@@ -51,14 +51,14 @@ errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
 # data, or a published model: a hub id, .gguf file or folder with tokenizer.json. None: the source's
 # default, otherwise data/pystdlib_bpe4096 for conversations, byte for text
 tokenizer: str | None = None
-# how to encode special tokens that occur inside records
+# encode special tokens inside records as plain text, or as tokens
 special_tokens = 'text'    # [in ('text', 'tokens')]
-out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
-overwrite = False          # replace another source's data in out
+out: str | None = None     # a name in data/, or a path with a slash; None: <source>_<tokenizer>
+overwrite = False          # replace data of another source in `out`
 # share of text for validation, at most 10M characters or 10,000 conversations
 val_fraction = 0.1         # [> 0] [<= 0.5]
-block_size = 256           # tokens per slot of conversations; must equal train.py's [>= 2] [if conversations]
-# number of files to download
+block_size = 256           # tokens per packed sequence; must equal train.py's [>= 2] [if conversations]
+# files to download
 shards = 10                # [>= 1] [if source in SOURCES]
 procs: int | None = None   # processes that encode; None: one per core [>= 1]
 settings = configure(globals(), words=sys.maxsize, texts=True)
@@ -117,7 +117,7 @@ def ending(path):
 
 
 def open_file(path, known=None):
-    """Opens a file's bytes, which may be compressed. known: the accepted key of FOREIGN."""
+    """Opens a file, perhaps compressed, as bytes. known: a key of FOREIGN to accept."""
     f = open(path, 'rb')  # noqa: SIM115
     head = f.peek(8000)
     for magic, module in OPENERS.values():
@@ -132,7 +132,7 @@ def open_file(path, known=None):
 
 @contextlib.contextmanager
 def open_text(path, errors):
-    """Opens a text file, which may be compressed."""
+    """Opens a text file, perhaps compressed."""
     with reading(path), io.TextIOWrapper(open_file(path), 'utf-8-sig', errors, newline='') as f:
         try:
             yield f
@@ -149,7 +149,7 @@ def read_text(path, errors):
 
 
 def text_documents(path, errors):
-    """One document, or several if the first 16M characters contain <|endoftext|>."""
+    """Yields one document, or several if the first 16M characters contain <|endoftext|>."""
     blocks = read_text(path, errors)
     head = [*itertools.islice(blocks, 16)]
     blocks = itertools.chain(head, blocks)
@@ -163,8 +163,8 @@ def text_documents(path, errors):
 
 
 def json_records(path, errors):
-    """Reads JSON values, each on one line or several. If an array is not a conversation, yields its items.
-    Yields a ValueError for a damaged value, and continues on the next line."""
+    """Reads JSON values, which may span lines. If an array is not a conversation, yields its items. Yields a
+    ValueError for a damaged value, and continues on the next line."""
     decode = json.JSONDecoder().raw_decode
     with open_text(path, errors) as f:
         for line in f:
@@ -214,7 +214,7 @@ FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_record
 
 
 def file_documents(paths, field='text', errors='strict', chats=None):
-    """The files' documents, except empty documents. chats: True accepts only conversations, False only
+    """Yields the nonempty documents of files. chats: True accepts only conversations, False only
     texts, None both."""
     for path in paths:
         if ending(path) not in FORMATS:
@@ -245,7 +245,8 @@ NAMES = {  # a dataset's field -> our name
     'user': 'question', 'human': 'question', 'assistant': 'answer', 'gpt': 'answer'}
 SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'developer': 'system'}
 ROLES = 'system', 'user', 'assistant', 'tool'
-LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # false: not learned
+# if false, the message is not learned
+LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'
 
 
 def read_record(place, record, field='text', chats=None):
@@ -261,7 +262,8 @@ def read_record(place, record, field='text', chats=None):
             if field != 'text':
                 record = record | {'messages': [from_json(record[field])]}
             messages = [*map(read_message, to_messages(record))]
-            tools = from_json(record.get('tools') or messages[0].pop('tools', []))  # MiniMind: in the message
+            # MiniMind stores tools in a message
+            tools = from_json(record.get('tools') or messages[0].pop('tools', []))
             document = Conversation(place, messages, tools + [] or None)
         if chats in (None, isinstance(document, Conversation)):
             return document
@@ -279,8 +281,8 @@ def is_conversation(value):
 
 
 def to_messages(value, role=None):
-    """Messages of a JSON value: a message, a record, a list of these or of pairs, or a text. Without a role,
-    the text is JSON of such a value."""
+    """Messages of a JSON value: a message, a record, a list of these or of pairs, or a text. Without
+    `role`, a text must be JSON of such a value."""
     if isinstance(value, str):
         return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
     if isinstance(value, list):
@@ -301,7 +303,7 @@ def to_messages(value, role=None):
 
 
 def read_message(message):
-    """A message for chat templates."""
+    """Normalises a message for chat templates."""
     message['role'] = SPEAKERS.get(message['role'], message['role'])
     if isinstance(message.get('content'), list):  # OpenAI's parts, {'type': 'text', 'text': text}
         message['content'] = ''.join(part['text'] for part in message['content'])
@@ -329,7 +331,7 @@ def renamed(record):
 
 
 def from_json(value):
-    """A JSON value without nulls. Parses text."""
+    """Parses JSON if the value is text, and omits nulls."""
     return json_value(json.loads(value) if value and isinstance(value, str) else value)
 
 
@@ -351,7 +353,7 @@ LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages'}
 
 
 def library_files():
-    """The standard library's files, without tests and packages."""
+    """The standard library's files, without tests and installed packages."""
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
         folders[:] = set(folders) - LEFT_OUT
@@ -361,7 +363,7 @@ def library_files():
 
 
 def fetch(url, folder):
-    """Downloads a missing file, or the rest of its .part file. Returns its path."""
+    """Downloads a file unless it exists, continuing a .part file. Returns its path."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
@@ -380,7 +382,7 @@ def fetch(url, folder):
                     f.writelines(response.iter_content(1 << 16))
                 break
             except requests.RequestException as e:
-                wait = 3 if f.seek(0, 2) > begin + 1 else wait * 2  # 3 after progress
+                wait = 3 if f.seek(0, 2) > begin + 1 else wait * 2  # 3 if bytes arrived
                 if wait > 48 or 429 != getattr(e.response, 'status_code', 500) < 500:
                     raise OSError(f'cannot download {url} ({e}): go online, put the file into {folder}, or '
                                   'use your own text: python prepare.py my.txt') from e
@@ -395,7 +397,7 @@ MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
 
 
 def download(name, url, most=1, **options):
-    """A Source of up to `most` files. {} stands for a file's number."""
+    """A Source of up to `most` files. {} in url stands for a file's number."""
     return Source(name, name, lambda: file_documents(
         [fetch(url.format(n), f'data/{name}') for n in range(min(shards, most))], errors=errors), **options)
 
@@ -469,9 +471,9 @@ def output_folder(out, source, tokenizer):
 # splits and ids --------------------------------------------------------------------------------------------
 
 def characters_to_train_on(source, fraction):
-    """The number of characters per document to train on; None for conversations. Every n-th document, n = 1 /
-    fraction, is for validation, up to this fraction of all text and up to VAL_CHARACTERS. If these are under
-    half this limit, the end of the longest document is for validation too."""
+    """How many characters of each document to train on; None for conversations. Every n-th document, n = 1 /
+    fraction, is for validation, up to this fraction of all text and up to VAL_CHARACTERS. If these documents
+    have less than half of this limit, the end of the longest document is added."""
     if source.chats:
         return None
     n_train = [sum(map(len, document)) for document in source.documents()]
@@ -517,7 +519,7 @@ def pieces_of_texts(texts, can_cut):
 
 
 def encode_piece(tok, special_tokens, piece):
-    """An item of pieces_of_texts -> (split, columns, bytes of text)."""
+    """An item of pieces_of_texts -> (split, {'': ids}, number of text bytes)."""
     split, text, begins, ends = piece
     ids = (tok.encode_chat if special_tokens == 'tokens' else tok.encode_array)(text)
     parts = [ids]  # MiniMind 2's text already contains bos and eot
@@ -530,7 +532,7 @@ def encode_piece(tok, special_tokens, piece):
 
 
 def encode_chat(tok, special_tokens, errors, item):
-    """An item of split_texts -> (split, columns, learned bytes, number of opened prompts)."""
+    """An item of split_texts -> (split, columns, learned bytes, len(opened))."""
     split, chat, _ = item
     opened = []
     try:
@@ -547,17 +549,17 @@ def encode_chat(tok, special_tokens, errors, item):
 
 
 def encode_conversation(tok, conversation, opened=()):
-    """(ids, uint8 mask). The mask is 1 for answers: from the first id that differs from the prompt to the
-    first stop token after the answer and before the next message's content. Without such a stop token,
-    the answer's own text is learned, and the last answer gets one. opened: a list for the prompts that
-    the text does not continue, because they begin thoughts."""
+    """(ids, uint8 mask). The mask is 1 for each answer, from the first id that differs from the prompt to the
+    first stop token between this answer's and the next message's content. If there is none, the last
+    answer gets one; other answers are learned without one. opened: collects prompts that begin a thought
+    which the text lacks."""
     _, messages, tools = conversation
     render = functools.partial(tok.render, tools=tools)
     text = render(messages, False)
     ids = tok.encode_chat(text)
     mask = np.zeros(len(ids) + 1, np.uint8)
     marks = '|'.join(re.escape(tok.decode([i])) for i in tok.stop_tokens)
-    stops = [*zip((match.start() for match in re.finditer(marks, text)),  # places in text and ids
+    stops = [*zip((match.start() for match in re.finditer(marks, text)),  # (place in text, index in ids)
                   np.flatnonzero(np.isin(ids, tok.stop_tokens)))]
     for n, message in enumerate(messages):
         if message['role'] != 'assistant':
@@ -582,14 +584,14 @@ def encode_conversation(tok, conversation, opened=()):
     return np.array(ids, dtype_of(tok.n_vocab)), mask[:len(ids)]
 
 
-# Places in `text`, the rendered messages. Message n is an answer. render: (messages, add_generation_prompt)
-# -> text.
+# The next functions find places in `text`, the rendered messages. Message n is an answer. render: (messages,
+# add_generation_prompt) -> text.
 
 def start_of_answer(render, messages, n, text, opened):
     """The end of the answer's prompt."""
     prompt = render(messages[:n], True)
     start = common(prompt, text)
-    if start < len(prompt):  # compare without white space
+    if start < len(prompt):
         asked, before, rendered = (''.join(one.split()) for one in (
             prompt, render(messages[:n], False), text))
         same = common(asked, rendered)
@@ -622,7 +624,7 @@ def next_content(render, messages, n, text, start, stop):
         return len(text)
     following = messages[n + 1]['content']
     place = text.find(following.strip() or MARK, start)
-    # otherwise the text was not found, or is in this answer too
+    # else the text is missing, or occurs in this answer too
     return place if place > stop else first_change(render, messages, n + 1, text, content=MARK + following)
 
 
@@ -637,10 +639,10 @@ def common(a, b):
 
 
 def pack(encoded, block_size, first, counts):
-    """Packs (split, columns, n_bytes, n_opened) of conversations into slots of block_size tokens.
+    """Packs results of encode_chat into sequences of block_size tokens.
 
-    The id `first` begins each piece and fills slots; other columns are 0 there. Each split ends with one more
-    token, its last target.
+    The id `first` begins each piece and pads sequences; other columns are 0 there. Each split ends with one
+    more token, its last target.
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
@@ -675,7 +677,7 @@ def dtype_of(n_vocab):
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='text',
                   errors='strict'):
-    """Writes a folder. texts: from split_texts; block_size: for conversations."""
+    """Writes a folder. texts: from split_texts; block_size: only for conversations."""
     counts = collections.Counter()
     eot = tok.eot
     if block_size:
@@ -693,7 +695,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         write_bins(temp, encoded, counts)
         meta = write_meta(temp, tok, label, eot, {**counts, 'packed': block_size, 'chats': bool(block_size)})
         folder.mkdir(exist_ok=True)
-        columns = {'.mask'}  # of older tokens
+        columns = {'.mask'}  # older data may have it
         if (folder / 'meta.json').exists():
             with contextlib.suppress(UserError):  # a damaged meta.json
                 columns |= read_meta(folder)['columns'].keys()
@@ -720,7 +722,7 @@ def write_bins(folder, encoded, counts):
             counts[f'{split}_tokens'] += len(columns[''])
             mask = columns.get('.mask')
             counts[f'{split}_learnt'] += len(columns['']) if mask is None else int(mask.sum())
-            counts[f'{split}_bytes'] += n_bytes  # of learned text
+            counts[f'{split}_bytes'] += n_bytes  # bytes of learned text
             if time.time() > shown + 10:
                 shown = time.time()
                 print(f"encoded: {counts['train_bytes'] / 1e6:,.0f} MB", flush=True)
@@ -766,17 +768,17 @@ FIELDS = {
     'dtype': '"uint(8|16|32)"',
     'eot': r'\d{1,9}|null',
     'bytes_per_token': r'\d[\d.e-]*|null',
-    'tokenizer': '{.*}|null',         # state; null: GPT-2's
-    'packed': r'[1-9]\d{,8}|null',    # tokens per slot; null: a stream
+    'tokenizer': '{.*}|null',         # its state(); null: GPT-2's
+    'packed': r'[1-9]\d{,8}|null',    # tokens per packed sequence; null: not packed
     'chats': 'true|false',            # whether the texts are conversations
     'columns': r'{("\.\w+": "u?(int|float)\d+"(, )?)*}',  # end of the file's name -> dtype
-    'digest': '.*',                   # SHA-256 of tokens and these columns, in the order of writing
+    'digest': '.*',                   # SHA-256 of tokens and these columns, in writing order
 }
-# files of llm.c begin with 1,024 bytes: int32 magic, version, number of tokens, zeros. magic -> meta
+# llm.c's files begin with 1,024 bytes: int32 magic, version, number of tokens, zeros. Here: magic -> meta
 LLM_C = {
     20240520: {'source': 'GPT-2', 'vocab_size': 50304, 'dtype': 'uint16', 'eot': 50256},  # nanoGPT's size
     20240801: {'source': 'Llama 3', 'vocab_size': 128256, 'dtype': 'uint32',
-               'tokenizer': {'kind': 'json'}},  # tokenizer.json in the folder
+               'tokenizer': {'kind': 'json'}},  # reads tokenizer.json in the folder
 }
 
 
@@ -784,14 +786,14 @@ SPLIT_WORD = re.compile(r'(?<![^\W\d_])(train|val)(?:ing|id|idation)?(?![^\W\d_]
 
 
 def column_of(path):
-    """'.mask' for train.mask.bin; '' for files of tokens, such as train.bin and fineweb.train.000001.bin."""
+    """'.mask' for train.mask.bin; '' for tokens, as in train.bin and fineweb.train.000001.bin."""
     name = Path(path.stem).suffix
     return name if name[1:].isidentifier() and not SPLIT_WORD.search(name) else ''
 
 
 def read_meta(folder):
-    """Reads meta.json or nanoGPT's meta.pkl. Without them, assumes the encoding in llm.c's header, else
-    GPT-2's. Returns a dict with FIELDS. Raises UserError for a value that does not fit FIELDS."""
+    """Reads meta.json or nanoGPT's meta.pkl. Without either, assumes the encoding in llm.c's header, or
+    GPT-2's. Returns a dict with FIELDS. Raises UserError for a value that does not fit."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -806,7 +808,7 @@ def read_meta(folder):
     else:
         found = next(filter(None, map(llm_c_meta, bins)), LLM_C[20240520])
         print_once(f'{folder} has no meta.json or meta.pkl: assuming the {found["source"]} encoding')
-    # older versions packed only conversations, and stored only the size of a slot
+    # older versions packed only conversations, and stored only block_size
     size = found.get('block_size')
     meta = dict.fromkeys(FIELDS) | {
         'dtype': 'uint16', 'packed': size, 'columns': {'.mask': 'uint8'} if size else {},
@@ -822,23 +824,23 @@ def read_meta(folder):
     return meta
 
 
-# fields of meta.json that do not identify the data: a name, and counts, which follow from the data
+# fields that do not identify the data: a name, and counts that follow from the data
 LABELS = {'source', 'block_size', 'cut', 'opened', 'left_out',
           *(f'{split}_{unit}' for split in SPLITS for unit in ('tokens', 'learnt', 'bytes'))}
 
 
 def identity(meta):
-    """What identifies the data of a meta."""
+    """The fields that identify a meta's data."""
     return {name: meta[name] for name in meta if name not in LABELS}
 
 
 def is_prepared(folder):
-    """Whether a folder is prepared."""
+    """Whether a folder has prepared data."""
     return any(any(Path(folder).glob(name)) for name in ('meta.json', 'meta.pkl', '*.bin'))
 
 
 def checkpoint_in(folder):
-    """A folder's ckpt.pt, or this .pt file."""
+    """The path of a folder's ckpt.pt or of a .pt file, or None."""
     path = Path(folder)
     if path.suffix != '.pt':
         path /= 'ckpt.pt'
@@ -846,8 +848,8 @@ def checkpoint_in(folder):
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder, a run or a checkpoint. Raises OSError or ImportError if something
-    is missing, ValueError if it is damaged."""
+    """The tokenizer of a prepared folder, a run or a checkpoint. Raises OSError or ImportError if files or
+    packages are missing, ValueError if they are damaged."""
     if path := checkpoint_in(folder):
         import torch
         with reading(path):
@@ -875,7 +877,7 @@ def llm_c_meta(path):
 
 
 def read_shard(path, dtype):
-    """A file's tokens, memory-mapped, with or without llm.c's header."""
+    """A file's memory-mapped tokens, without llm.c's header, if any."""
     with reading(path):
         meta = llm_c_meta(path)
         if meta.get('dtype', dtype) != dtype:
@@ -887,17 +889,17 @@ def read_shard(path, dtype):
 
 
 def count_bytes(targets, tokenizer):
-    """The bytes of the text of targets; masked targets and padding of the vocabulary have none."""
+    """The number of text bytes in targets; masked targets and the vocabulary's padding have none."""
     return int(tokenizer.sizes[targets[(targets >= 0) & (targets < tokenizer.n_vocab)]].sum())
 
 
 class Bins:
-    """The tokens of one split: folder/<split>.bin, or else the sorted shards whose names have the split as a
-    SPLIT_WORD. The last word counts: train_2_val_000001.bin is for validation.
+    """The tokens of one split: folder/<split>.bin, or else the sorted shards in whose names the split is the
+    last SPLIT_WORD: train_2_val_000001.bin is for validation.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. x.mask.bin is 1 for tokens that are learned. `columns` has the shards of each
-    column; '' is the tokens.
+    target at most once. x.mask.bin has 1 for each learned token. `columns` has each column's
+    shards; column '' is the tokens.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
@@ -969,7 +971,7 @@ class Bins:
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting removes temporary files
     name, *more = settings.words or [source]
     use_parts(settings, globals())
     import prepare  # config files import this copy

@@ -7,7 +7,7 @@ Generates text from a checkpoint.
     python sample.py --out_dir=out-chat --chat              # a conversation
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl
 
-A sample's text depends on the seed and the sample's number, but not on batch_size.
+Samples depend on the seed and their number, but not on batch_size.
 """
 import codecs
 import contextlib
@@ -38,7 +38,7 @@ from configurator import (
 
 # model
 init_from = 'resume'        # resume (out_dir), a checkpoint, or a published model
-out_dir = 'out'             # a run's folder; prefers best.pt to ckpt.pt
+out_dir = 'out'             # a run's folder; its best.pt, or else ckpt.pt
 block_size: int | None = None  # another context length [>= 2]
 rope_scaling: dict | None = None  # {'rope_type': 'linear', 'factor': 4.0} [if pos == 'rope']
 # text
@@ -46,7 +46,7 @@ start = '\n'                # a prompt, FILE:name or LINES:name (one prompt per 
 num_samples = 3             # samples per prompt [>= 1] [<= 1000000] [if not chat]
 max_new_tokens = 500        # tokens per sample [>= 1] [<= 1000000]
 batch_size = 64             # samples at once [>= 1] [<= 1000000] [if not chat or start != '\n']
-output = ''                 # a file to create, with one JSON line per sample [if not chat or start != '\n']
+output = ''                 # a new file, with one JSON line per sample [if not chat or start != '\n']
 stop: str | list[str] | None = None  # texts that end a sample
 # conversation
 chat = False                # answer typed questions, or those in start; a base model continues typed texts
@@ -59,7 +59,7 @@ thinking: bool | None = None  # None: the chat template decides
 temperature = 0.8           # 0: always the most likely token [== 0 or temperature >= 1e-20]
 # limits of sampling [if temperature]
 top_k: int | None = 200     # only the k most likely tokens; None: all
-top_p = 1.0                 # only the most likely tokens with this total probability [> 0] [<= 1]
+top_p = 1.0                 # only the most likely tokens up to this total probability [> 0] [<= 1]
 min_p = 0.0                 # tokens with at least this fraction of the highest probability [<= 1]
 # others
 repetition_penalty = 1.0    # lowers logits of earlier tokens [> 0]
@@ -68,7 +68,7 @@ seed = 1337                 # seed of sampling [< 2**64]
 quantize = ''               # int8 weights [in ('', 'int8')]
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # auto, float32, bfloat16, float16
-compile = False             # takes 1 to 3 minutes, and less in later starts
+compile = False             # needs 1 to 3 minutes; later starts need less
 settings = configure(globals())
 config = settings.config
 
@@ -83,25 +83,25 @@ from tokenizer import tokenizer_from_state
 
 # A checkpoint's keys -> types. best.pt may lack optimizer and scaler. Keys in comments may have any value.
 KEYS = {
-    'model': dict,             # name -> tensor; with lora only the adapters
+    'model': dict,             # name -> tensor; with LoRA, only the adapters
     'model_args': dict,        # the fields of GPTConfig
     'config': dict,            # train.py's settings
-    'parts': list,             # names that its config files replaced or extended
+    'parts': list,             # names that config files replaced or extended
     'tokenizer': dict | None,  # the tokenizer's state()
     # chats                    # whether the model was trained on conversations
     # data                     # meta.json of the dataset
     'lora': dict | None,       # rank, alpha, targets, folder, base, checksum
     'kept': list,              # iterations of ckpt-<iteration>.pt
-    # family                   # the published family, or None
+    # family                   # the published model's family, or None
     'optimizer': dict,         # parameter name -> state
     # scaler                   # the scaler's state_dict()
     'iter_num': int,           # and other NUMBERS of train.py
-}                              # `load` adds 'path', and 'no_tokenizer', the reason if there is none
+}                              # `load` adds 'path', and 'no_tokenizer': why the tokenizer is missing
 FIELDS = declared(ROOT / 'model.py')
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
-# fields in older checkpoints, and in others' checkpoints
+# names in checkpoints of older versions or other programs -> fields
 RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local', 'tied_lm_head': 'tie_word_embeddings'}
-# tensors that change nothing: masks, tables, and parts that GPT leaves out
+# tensors without effect: masks, tables, and parts that GPT leaves out
 IGNORED = re.compile(r'.*(vision|visual|audio|projector|mtp|\.indexer\.).*|.*inv_freq|rope_freqs\.weight|.*\.'
                      r'(attn\.bias|attention\.bias|masked_bias|causal_mask|'
                      r'activation_scale|act_fn\.(beta|eps))')
@@ -115,7 +115,7 @@ def read_checkpoint(path):
     with reading(path):
         # Windows cannot replace mapped files
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-        with zipfile.ZipFile(path) as file:  # torch.load verifies no checksum; earlier versions wrote only 0
+        with zipfile.ZipFile(path) as file:  # torch.load verifies no checksum; older checkpoints have only 0
             if any(entry.CRC for entry in file.infolist()) and (name := file.testzip()):
                 raise UserError(f"{path} is damaged: {name} differs from its checksum")
         for name, value in checkpoint.items():
@@ -129,13 +129,13 @@ def read_checkpoint(path):
                                for name, w in checkpoint['model'].items()}
         args = {RENAMED.get(name, name): value for name, value in checkpoint['model_args'].items()}
     checkpoint['model_args'] = {name: checked(path, name, value, FIELDS) for name, value in args.items()
-                                # None, or window_global: an option that this version does not have
+                                # drop unknown options that are None, and window_global
                                 if name in FIELDS or value is not None and name != 'window_global'}
     return checkpoint
 
 
 def convert_nanogpt(checkpoint):
-    """Gives a checkpoint of nanoGPT our names of tensors, and the fields that its model implies."""
+    """Renames a nanoGPT checkpoint's tensors, and adds the fields that its model implies."""
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
     state = checkpoint['model'] = {prefixes.sub('', name): w for name, w in checkpoint['model'].items()}
     tied = torch.equal(state.setdefault('lm_head.weight', state['wte.weight']), state['wte.weight'])
@@ -166,7 +166,7 @@ def build(checkpoint, changes):
 
 
 def is_published(name):
-    """Whether `name` is a published model's folder, a GGUF file, or looks like a hub id."""
+    """Whether `name` is a published model's folder or a GGUF file, or looks like a hub id."""
     if os.path.exists(name):
         is_folder = os.path.exists(f'{name}/config.json')
         if is_folder and os.path.exists(f'{name}/ckpt.pt'):
@@ -181,7 +181,7 @@ def find_tokenizer(checkpoint):
     if is_published(checkpoint['path']):
         from zoo.hub import published_tokenizer
         return published_tokenizer(checkpoint['path'])
-    if 'tokenizer' not in checkpoint:  # nanoGPT stores none: meta.pkl, or GPT-2's
+    if 'tokenizer' not in checkpoint:  # nanoGPT uses meta.pkl, or else GPT-2's tokenizer
         from prepare import data_folder, load_tokenizer
         tokenizer = load_tokenizer(data_folder(checkpoint.get('config', {}).get('dataset', '')))
         if tokenizer.n_vocab <= checkpoint['model_args']['vocab_size']:
@@ -272,7 +272,7 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     return token.where(~cdf[..., -1].isnan(), -1)
 
 
-SAMPLING = inspect.signature(sample_token).parameters  # also for a function that replaces it
+SAMPLING = inspect.signature(sample_token).parameters  # a replacement of sample_token gets these, too
 
 
 # a step -----------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def compiled(model):
 
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',
             'autotune_num_choices_displayed': 0, 'max_autotune_report_choices_stats': False,
-            'fx_graph_cache': False}  # the key ignores frozen weights
+            'fx_graph_cache': False}  # its key ignores frozen weights
 
 
 # many tokens ------------------------------------------------------------------------------------------------
@@ -368,13 +368,13 @@ AHEAD = {'cuda'}  # devices that start a step before the drawn tokens are read
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False,  # noqa: C901
              cache=None, batch_size=None, **sampling):
-    """Yields (Sample, token) for each token drawn, and (Sample, None) when a sample has ended.
+    """Yields (Sample, token) for each token drawn, and (Sample, None) at a sample's end.
 
     prompts: lists of token ids. A sample ends before any of stop_tokens, after max_new_tokens, or when
     the caller sets its n_left to 0. Only the end of a long prompt counts; a full context keeps its last
-    half. cache: one row with the first tokens of a single prompt; on a GPU, it may end with one extra token.
-    batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI 2022).
-    sampling: options of sample_token. The model must be in eval mode. Raises UserError for NaN, and for a
+    half. cache: one row with the first tokens of a single prompt; on a GPU, generate may leave one extra
+    token in it. batch_size: rows of the cache; when a sample ends, the next prompt gets the row (Orca, OSDI
+    2022). sampling: options of sample_token. The model must be in eval mode. Raises UserError for NaN or a
     token outside the vocabulary."""
     device = model.wte.weight.device
     sampling_device = 'cpu' if device.type == 'mps' else device  # MPS has returned ids out of range
@@ -384,7 +384,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     n_rows = len(prompts[:batch_size])
     is_new = cache is None
     if is_new:
-        # a compiled step serves only one size; for many rows, large steps would waste memory
+        # a compiled step serves one cache size; for many rows, coarse sizes waste memory
         step_size = 512 if compile and n_rows <= 4 else 64
         size = round_up(max(map(len, prompts)) + max_new_tokens, step_size)
         cache = model.make_cache(n_rows, min(size, model.config.block_size), compile)
@@ -402,7 +402,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         seen.scatter_(2, fed[:, None].to(sampling_device), True)
         return run_step(model, fed, cache, noise[:, None], seen, sampling)
 
-    ahead = None  # the next tokens (B, 1), drawn before the host has read the previous tokens
+    ahead = None  # the next tokens (B, 1), drawn before the host reads the previous tokens
     while True:
         drawn = ahead
         if ahead is None:
@@ -415,7 +415,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 for mark, row in zip(marks, rows):
                     mark[0, samples[row].tokens[:-1]] = True
                 seen[rows] = marks.to(sampling_device)  # one copy for all rows
-            # 2. Drop ended rows. In a compiled step, they overwrite their last slot.
+            # 2. Drop ended rows. A compiled step keeps them; they overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:
                 return
@@ -427,7 +427,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 seen = seen[active]
             # 3. Feed last tokens; draw the next tokens.
             drawn = draw(torch.tensor([sample.tokens[-1:] for sample in samples], device=device))
-        # 4. Read them while a GPU draws the next tokens. States of a given cache could not rewind.
+        # 4. Read them while a GPU draws more, unless a given cache has states, which cannot rewind.
         tokens = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None
@@ -436,7 +436,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             ahead = draw(drawn.clamp(min=0), 1).clone()  # a CUDA graph reuses its output
         if copied:  # not on CPUs
             copied.synchronize()
-        # 5. Append them.
+        # 5. Append the tokens.
         for sample, token in zip(samples, tokens.flatten().tolist()):
             if not sample.n_left:
                 continue
@@ -489,8 +489,8 @@ class TextStream:
 
 
 def completions(model, tokenizer, prompts, max_new_tokens, stop=(), **options):
-    """Continues prompts by `generate`, up to a text in `stop`. Yields (index, TextStream) in order
-    of prompts, whenever a text may have changed."""
+    """Continues prompts by `generate`, up to a text in `stop`. Yields (index, TextStream) in prompt
+    order, whenever a text may have changed."""
     streams = [TextStream(tokenizer, stop) for _ in prompts]
     current = 0
     for sample, token in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens,
@@ -515,8 +515,8 @@ def complete(*args, **options):
 # conversations ----------------------------------------------------------------------------------------------
 
 def chat_ids(model, tokenizer, messages, thinking):
-    """The ids of messages, after the model's document_token, if any. Without a chat template, the ids of the
-    last message."""
+    """The ids of messages, after the model's document_token, if any. Without a chat template, the last
+    message's ids."""
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]['content'])
     ids = tokenizer.chat(messages, thinking=thinking)
@@ -576,7 +576,8 @@ class Chat:
         return cache
 
     def prompt(self, question):
-        """Adds a question -> (messages, ids). Forgets the oldest turns to make room for max_new_tokens."""
+        """Adds a question. Returns (messages, ids). Forgets the oldest turns to make room for
+        max_new_tokens."""
         size = self.model.config.block_size
         messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
         room = min(self.max_new_tokens, size // 2)

@@ -92,8 +92,8 @@ def is_valid(row):
 
 
 def pairwise(axes, prime=11):
-    """Rows in which nearly every valid pair of choices of two axes occurs: for a prime number, the values
-    (a + i b) mod prime of two axes i take all pairs. Invalid rows get defaults in one or two axes."""
+    """Rows with nearly every valid pair of choices of two axes. Axis i has the value (a + i b) mod prime; as
+    this number is prime, two axes take all pairs. Invalid rows get defaults in one or two axes."""
     for a, b in itertools.product(range(prime), repeat=2):
         row = {name: (a + i * b) % prime % len(axes[name]) for i, name in enumerate(axes)}
         pairs = itertools.combinations_with_replacement(reversed(row), 2)
@@ -128,7 +128,7 @@ def tiny(**options):
 
 
 def tokens(model, *shape):
-    """Random tokens. If the model has documents, some of the tokens start one."""
+    """Random tokens. If the model has documents, some tokens start a document."""
     idx = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
     if model.config.document_token is not None:
         idx[idx % 7 == 0] = model.config.document_token
@@ -193,7 +193,7 @@ def test_gradients_equal_differences(options):
      [1, 0.5, 5 / 48, 0.015625], 1),
     ('proportional', 15, dict(partial_rotary_factor=0.6), [0.125, 0.0625, 0, 0], 1)], ids=str)
 def test_scalings_equal_worked_examples(name, length, options, freq, factor):
-    """Scales by 8 with base 16. tests/test_hub.py, which compares with transformers, has no such cases."""
+    """The factor is 8 and the base is 16. tests/test_hub.py compares other cases with transformers."""
     found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
     torch.testing.assert_close(found, (torch.tensor(freq, dtype=torch.float), float(factor)))
 
@@ -202,7 +202,7 @@ def test_scalings_equal_worked_examples(name, length, options, freq, factor):
     dict(attn_gate=True), dict(mixer_pattern='DA'), MLA,
     dict(norm_placement='output', norm='layernorm', bias=True)], ids=grid_name)
 def test_dropout_is_on_embedding_attention_and_branches(options, monkeypatch):
-    """Without the last two, only the embedding is left."""
+    """Without attention and branches, only the embedding is left."""
     model = tiny(dropout=0.25, **options).train()
     context = make_context(model, tokens(model, 2, 9))
     mixed = []
@@ -353,7 +353,7 @@ def test_sizes_and_limits_of_caches(options, elements):
         cache.rewind(torch.tensor([0, 1]))
     with pytest.raises(ValueError, match='cache is full'):
         model(idx[:, :1], cache=cache)
-    cache.scales = [torch.tensor([3, 4])]  # of a fork
+    cache.scales = [torch.tensor([3, 4])]  # a fork's tensors
     other = cache.like(1)
     other.scales[0][:] = 5
     cache.put([0], other)
@@ -374,7 +374,8 @@ def test_a_rewound_cache_is_right_or_an_error(options):
             cache.rewind(n - length)
             near(model(idx[:, length:length + 1], cache=cache), full[:, length:length + 1])
             rewound.append((length, n))
-    assert {(n, n) for n in range(1, 10)} | {(1, 2), (1, 3), (2, 3)} <= {*rewound}  # the window is not full
+    # rewinds that lose no keys
+    assert {(n, n) for n in range(1, 10)} | {(1, 2), (1, 3), (2, 3)} <= {*rewound}
 
 
 @pytest.mark.parametrize('channels', [1, 4])
@@ -397,7 +398,7 @@ def test_the_chunked_delta_rule_is_the_recurrence(channels):
 
 
 def test_experts_without_rows_get_no_gradient_on_blackwell(monkeypatch):
-    """There, the kernel's gradient of their weights is not initialised."""
+    """Blackwell's kernel does not initialise the gradient of their weights."""
     layer = flat.GroupedLinear(3, 16, (8,), bias=False)
     layer.weight.tag.init(layer.weight)
     kernel = F.grouped_mm
@@ -423,7 +424,7 @@ def test_router_weights_sum_to_one_despite_underflow():
 
 
 def test_balance_biases_move_by_the_rate_and_are_never_rounded():
-    """Also those of the multi-token layer (arXiv:2412.19437, section 2.1.2)."""
+    """Including the multi-token layer's biases (arXiv:2412.19437, section 2.1.2)."""
     model = tiny(n_expert=4, router='sigmoid', balance_bias=True, n_dense_layer=1, mtp=True).train()
     idx = tokens(model, 2, 24)
     _, aux = model(idx, idx)
@@ -509,7 +510,7 @@ def test_flops_are_those_that_torch_counts(options):
     (dict(mixer_pattern='B', **STATES), 2 * 2 * 8 * 8 + 48 * 4),
     (dict(window=5, window_pattern='S'), 4 * (8 + 8) * 5)], ids=str)
 def test_flops_of_states_convolutions_and_windows(options, flops):
-    """Of two layers: a state is corrected (not B's), written and read."""
+    """Both layers correct (except Mamba-2), write and read their state."""
     assert flat.mixing_flops(tiny(**options), 24) == 2 * 6 * flops
 
 
@@ -553,7 +554,7 @@ def test_a_block_with_its_own_forward_rejects_variants(options, monkeypatch):
         tiny(**options)
 
 
-MISTAKES = {  # attend of a fork -> the message
+MISTAKES = {  # mistake: (a fork's attend, the message)
     'reads later tokens': (lambda self, q, k, v, context: F.scaled_dot_product_attention(q, k, v), 'a cache'),
     'ignores the cache': (lambda self, q, k, v, context: F.scaled_dot_product_attention(
         q, *(x[:, :, -q.shape[2]:] for x in (k, v)), is_causal=True), 'a cache'),
@@ -696,7 +697,7 @@ def test_an_invalid_config_names_every_problem(options, parts):
 
 
 def test_importing_and_building_a_model_leaves_the_compiler_alone():
-    """It takes as long to import as all of torch."""
+    """Importing the compiler takes as long as importing torch."""
     code = ('import sys, torch, model\nwith torch.device("meta"): model.GPT(model.GPTConfig())\n'
             'print("torch._dynamo" in sys.modules)')
     assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,

@@ -19,7 +19,7 @@ import numpy as np
 
 from configurator import UserError
 
-EOT = '<|endoftext|>'  # the end-of-text token
+EOT = '<|endoftext|>'
 CHUNK = 1 << 16        # characters per piece
 SPACES = 900_000       # white-space characters in a row that tiktoken can encode
 GROUP = 32             # items that a worker receives at a time
@@ -30,7 +30,7 @@ CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')
 
 
 def pieces(blocks, can_cut=True):
-    """Cuts a text that is given in blocks. Yields (piece, whether it is last)."""
+    """Cuts a text that is given in blocks. Yields (piece, whether it is the last)."""
     text = ''
     start = CHUNK
     for block in blocks:
@@ -94,12 +94,12 @@ def start_worker(work):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-# variables of Qwen3, MiniMind and DeepSeek V3.1 that switch thinking
+# template variables of Qwen3, MiniMind and DeepSeek V3.1 that control thinking
 THINKING = 'enable_thinking', 'open_thinking', 'thinking'
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 MARK = '\U0010ffff'  # a noncharacter; see as_text
 
-# messages that show what a chat template renders; no vocabulary has U+0378, so it becomes bytes or <unk>
+# messages to test chat templates; the unassigned U+0378 becomes bytes or <unk>, so <unk> is no document_token
 QUESTION = {'role': 'user', 'content': 'a question \u0378'}
 ANSWER = {'role': 'assistant', 'content': 'the answer'}
 
@@ -108,17 +108,17 @@ KINDS = {}  # kind -> class; zoo/tokenizer_json.py adds json
 
 
 class Tokenizer:
-    """A subclass has its own `kind`, and a method encode_array (text -> ids, with special tokens as plain
-    text). Its __init__ keeps the arguments, plain values, as attributes with the same names: state() finds
-    them there. eot: the end-of-text id, or None; special: {text: id}."""
-    kind = None  # the name of the class in meta.json, checkpoints and --tokenizer
-    table = None  # a long argument, which prepare.py writes to the file tokenizer.<kind>
+    """A subclass has a `kind`, and a method encode_array (text -> ids, with special tokens as plain
+    text). Its __init__ stores its arguments, which must be plain values, as attributes of the same
+    names, for state(). eot: the end-of-text id, or None; special: {text: id}."""
+    kind = None  # name in meta.json, checkpoints and --tokenizer
+    table = None  # name of a long argument, which prepare.py writes to tokenizer.<kind>
     source = None  # the text of a tokenizer.json
     path = None  # a published model's path
     pattern = None  # splits a text into words
     byte_level = True  # whether any bytes can be encoded
-    can_cut = True  # whether cutting a text keeps the ids
-    bos = ()  # ids at the beginning of documents; a subclass that has any must add them in `encode`
+    can_cut = True  # whether a text can be encoded in pieces
+    bos = ()  # ids that begin documents; a subclass with any must add them in `encode`
     chat_template = None
     chat_variables = {}  # for chat_template, such as {'bos_token': '<s>'}
     eos_tokens = ()  # further ids that end a text
@@ -139,7 +139,7 @@ class Tokenizer:
 
     @classmethod
     def from_name(cls, name, **texts):
-        """The tokenizer for a value of --tokenizer, or None if it is not of this class."""
+        """The tokenizer for a value of --tokenizer, or None if the value is for another class."""
         return cls() if name == cls.kind else None
 
     def state(self):
@@ -154,7 +154,7 @@ class Tokenizer:
                           self.encode_array(part.replace(MARK, '')).tolist())]
 
     def as_text(self, value):
-        """Inserts MARK into special tokens in a JSON value's texts, so that encode treats them as ordinary
+        """Inserts MARK into special tokens in a JSON value's texts, so that encode treats them as plain
         text."""
         first = re.compile(f'(?={self.special_pattern})(.)', re.DOTALL)
         return json_value(value, lambda text: first.sub(rf'\1{MARK}', text))
@@ -168,7 +168,7 @@ class Tokenizer:
 
     @functools.cached_property
     def sizes(self):
-        """(n_vocab,): the number of bytes per id; 0 for special tokens and padding."""
+        """(n_vocab,): bytes per id; 0 for special tokens and padding."""
         special = {*self.special.values(), self.eot}
         return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
 
@@ -193,7 +193,7 @@ class Tokenizer:
             raise UserError(f'the chat template fails: {e!r:.200}') from e
 
     def template_for(self, tools):
-        """The chat template for these tools, or None. A published template may be a list of several."""
+        """The chat template, or None. Published files may list several, such as one for tools."""
         if not isinstance(self.chat_template, list):
             return self.chat_template
         named = {one['name']: one['template'] for one in self.chat_template}
@@ -213,11 +213,11 @@ class Tokenizer:
 
     @functools.cached_property
     def end_of_answer(self):
-        """The special token that ends an answer in the chat template, or that begins the next message if it
-        is published as an end, as in GLM; otherwise eot."""
+        """The special token that ends an answer in the chat template, or eot. As in GLM, it can be an eos
+        token that begins the next message."""
         published = {self.eot, *self.eos_tokens}
         ids = []
-        with contextlib.suppress(Exception):  # chat() raises the error
+        with contextlib.suppress(Exception):  # chat() will raise the error
             last, earlier = (self.special_tokens_in(self.render(messages, False).rpartition('the answer')[2])
                              for messages in ([QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION]))
             both = os.path.commonprefix([last, earlier])
@@ -227,7 +227,7 @@ class Tokenizer:
     @functools.cached_property
     def document_token(self):
         """A special token that a conversation may begin with, but cannot contain: bos if the chat template
-        renders it only there, or a token that the template never renders. None if there is none."""
+        renders it only at the beginning, or a token that the template never renders; otherwise None."""
         inside = self.special_tokens_in(str(self.chat_template))
         for first in [], [{'role': 'system', 'content': 'Be brief.'}]:
             with contextlib.suppress(Exception):  # a template may reject system messages
@@ -254,7 +254,7 @@ def without_surrogates(text):
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per byte, and end of text."""
+    """One id per byte, and an end-of-text id."""
     kind = 'byte'
 
     def __init__(self):
@@ -289,7 +289,7 @@ class CharTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Byte-level BPE by tiktoken. ranks: lines of a base64 token and its rank."""
+    """Byte-level BPE by tiktoken. ranks: a base64 token and its rank per line."""
     kind = 'tiktoken'
     table = 'ranks'
 
@@ -325,7 +325,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def rank_table(ranks):
-    """{token: rank} -> lines as in TiktokenTokenizer."""
+    """{token: rank} -> `ranks` of TiktokenTokenizer."""
     return ''.join(f'{base64.b64encode(token).decode()} {ranks[token]}\n'
                    for token in sorted(ranks, key=ranks.get))
 
@@ -350,7 +350,7 @@ def compile_template(template):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 
-# cl100k_base's first pattern, which tiktoken, regex and tokenizers support
+# cl100k_base's first pattern, which tiktoken, regex and tokenizers all support
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5))
@@ -371,7 +371,7 @@ CHATML = ("{% if tools %}"
 
 def bpe_tokenizer(size, texts, procs):
     """Trains a byte-level BPE tokenizer with `size` ids: 256 bytes, merges, BPE_SPECIAL. Short texts give
-    fewer merges. texts: iterables of blocks."""
+    fewer merges."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise UserError(f"tokenizer='bpe:{size}' is not supported: choose a vocabulary from {least} to "
@@ -406,11 +406,11 @@ def words_of(text):
 def train_bpe(counts, n_merges):
     """{word: count} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
 
-    Merges the commonest pair of neighbours within words, while it occurs twice, up to n_merges times.
+    Merges the commonest repeated pair of neighbours within words, up to n_merges times.
     Among equally common pairs, the pair with the lowest ids comes first. Tokens have at most LONGEST bytes.
 
-    Once both tokens of a pair exist, the pair can only become rarer. So the code finds its places
-    once, and counts them again when it reaches the top of the heap.
+    Once both tokens of a pair exist, the pair can only become rarer, so the code finds its places
+    once, and recounts them when the pair reaches the top of the heap.
     """
     ids = [-1]    # a token's id at its first byte; otherwise -1
     weight = [0]  # per byte: the count of its word
@@ -426,8 +426,8 @@ def train_bpe(counts, n_merges):
     sizes = np.ones(1 << 20, np.int32)
 
     def pairs_at(places):
-        """[(-count, pair, its places)] of pairs that begin at places and occur twice. A pair is the
-        number first << 20 | second."""
+        """[(-count, first << 20 | second, places of the pair)] of pairs that begin at `places` and occur
+        more than once."""
         first = ids[places]
         pairs = first.astype(np.int64) << 20 | ids[places + sizes[first]]
         order = np.argsort(pairs, kind='stable')  # keeps places sorted
@@ -469,7 +469,7 @@ def train_bpe(counts, n_merges):
         ids[places] = new
         ids[places + width] = -1
         begins[after - 1] = places
-        # ids[before] is -1 if the left neighbour was merged too; its place yields the pair
+        # ids[before] is -1 if the left neighbour was merged too; then its own place yields the pair
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
     return tokens
@@ -478,8 +478,8 @@ def train_bpe(counts, n_merges):
 # tokenizers by name and by state ----------------------------------------------------------------------------
 
 def make_tokenizer(name, **texts):
-    """The tokenizer for a value of --tokenizer. texts: `texts`, iterables of blocks, for char;
-    `by_document`, whether char gets an end-of-text token; `training`, texts for bpe:N; procs."""
+    """The tokenizer for a value of --tokenizer. texts: for char, `texts` (iterables of blocks) and
+    `by_document` (whether to add an end-of-text token); for bpe:N, `training` (like `texts`) and `procs`."""
     if '/' in name or name.endswith(('.gguf', '.json')) or os.path.exists(f'{name}/tokenizer.json'):
         from zoo.hub import fetch, published_tokenizer
         path = fetch(name, weights=False)

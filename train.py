@@ -4,15 +4,14 @@ Trains a model on a folder of tokens.
     python train.py                                          # config/default.py, on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides
     python train.py --out_dir=out-small --init_from=resume   # continues a run
-    python train.py --init_from=Qwen/Qwen3-0.6B --dataset=mine  # config/finetune.py
+    python train.py --init_from=Qwen/Qwen3-0.6B --dataset=mine  # uses config/finetune.py
     python train.py config/small.py --init_from=auto         # resumes if out_dir has a checkpoint
     torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
-Config files and --name=value set every setting below and every field of GPTConfig.
+Config files and --name=value set the settings below and the fields of GPTConfig.
 
-The main program is at the end of this file. A new run renames an earlier run's files in out_dir.
-Ctrl-C, SIGTERM and time_limit save ckpt.pt and then evaluate; --init_from=resume continues the run bit
-for bit.
+The main program is at the end. A new run renames an earlier run's files in out_dir. Ctrl-C, SIGTERM and
+time_limit save ckpt.pt and then evaluate; --init_from=resume continues the run bit for bit.
 """
 import time
 
@@ -63,29 +62,29 @@ dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (from out_dir), auto (resume if out_dir has ckpt.pt),
                                      # or a model to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations per evaluation and checkpoint [>= 1]
-eval_iters = 200                     # evaluation batches of val.bin; a quarter as many of train.bin [>= 1]
+eval_iters = 200                     # batches of val.bin to evaluate; a quarter as many of train.bin [>= 1]
 eval_only = False                    # evaluate and stop
 log_interval = 1                     # iterations per log line [>= 1]
-always_save_checkpoint = True        # True: best.pt is an earlier ckpt.pt that is better than the last;
+always_save_checkpoint = True        # True: if an earlier ckpt.pt was better, best.pt keeps it;
                                      # False: best.pt has the best weights, without optimizers
-keep = 0                             # number of ckpt-<iteration>.pt to keep
-sample_tokens = 0                    # tokens of a sample per evaluation; 0: no sample
+keep = 0                             # ckpt-<iteration>.pt files to keep
+sample_tokens = 0                    # tokens to sample after each evaluation; 0: none
 wandb_log = False                    # also log to Weights & Biases
 wandb_project = 'owt'
 wandb_run_name = 'gpt2'
 # batch
 gradient_accumulation_steps = 40     # micro-batches per iteration, over all ranks [>= 1] [<= 1000000]
 batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1] [<= 1000000]
-# length of the run: of the next three settings, the last one given counts
+# length of the run; whichever of these three is given last counts
 max_iters = 600000                   # updates [length]
 epochs: float | None = None          # passes over train.bin [length]
-tokens_per_param: float | None = None  # training tokens; Chinchilla: 20 (arXiv:2203.15556) [length]
+tokens_per_param: float | None = None  # training tokens; Chinchilla uses 20 (arXiv:2203.15556) [length]
 time_limit: float | None = None      # minutes until the run saves and stops
 # optimizer
 optimizer = 'adamw'                  # adamw, or muon for matrices in blocks [in OPTIMIZERS] [fixed]
 learning_rate = 6e-4                 # peak, for AdamW and Muon
-lr_scales = {}                       # factors for GROUPS of model.py: {'embedding': 12.0}
-weight_decay = 1e-1                  # for matrices and embeddings, times learning_rate
+lr_scales = {}                       # factors for parameter groups (model.GROUPS): {'embedding': 12.0}
+weight_decay = 1e-1                  # decays matrices and embeddings by learning_rate * weight_decay
 beta1 = 0.9                          # AdamW [< 1]
 beta2 = 0.95                         # AdamW [< 1]
 momentum = 0.95                      # Muon [< 1] [if optimizer == 'muon']
@@ -94,13 +93,13 @@ grad_clip = 1.0                      # largest gradient norm; 0: no clipping
 mtp_loss = 0.3                       # weight of multi-token prediction [if mtp]
 # experts [if n_expert]
 balance_loss = 0.01                  # weight of the load-balancing loss
-z_loss = 0.0                         # weight of the z-loss on router logits; ST-MoE: 1e-3
+z_loss = 0.0                         # weight of the z-loss on router logits; ST-MoE uses 1e-3
 balance_rate = 0.001                 # change of expert biases per iteration [if balance_bias]
 # low-rank adapters (LoRA)
 lora_rank = 0                        # 0: no adapters [fixed]
 # adapters [if lora_rank]
-lora_alpha = 16.0                    # factor on outputs: lora_alpha / lora_rank [> 0] [fixed]
-lora_targets = 'c_attn,c_proj,c_fc'  # names of linear layers [fixed]
+lora_alpha = 16.0                    # scales outputs by lora_alpha / lora_rank [> 0] [fixed]
+lora_targets = 'c_attn,c_proj,c_fc'  # linear layers to adapt [fixed]
 # learning rate
 warmup_iters = 2000                  # linear warm-up
 decay_lr = True                      # False: constant after warm-up
@@ -109,22 +108,22 @@ lr_schedule = 'cosine'               # cosine, linear, wsd (constant, then linea
 lr_decay_iters: int | None = None    # end of the decay; None: max_iters [>= 1]
 min_lr: float | None = None          # final rate; None: a tenth of the peak [<= learning_rate]
 # a cooldown [if lr_schedule not in WITHOUT_COOLDOWN]
-cooldown = 0.4                       # share of the iterations after the warm-up [> 0] [<= 1]
+cooldown = 0.4                       # its share of the iterations after the warm-up [> 0] [<= 1]
 # system
 backend = 'auto'                     # auto: nccl on CUDA, otherwise gloo [if TORCHRUN]
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # auto, float32, bfloat16, float16
 compile: bool | str = 'auto'         # torch.compile; auto: for long runs [in (True, False, 'auto')]
 shard = False                        # spread weights over the ranks (FSDP) [if TORCHRUN]
-checkpoint_activations: bool | int = False  # recompute every n-th block
-deterministic = False                # bit-exact also on CUDA, but slower
+checkpoint_activations: bool | int = False  # backward recomputes every n-th block
+deterministic = False                # bit-exact on CUDA too, but slower
 seed = 1337                          # seed of weights, batches, dropout [< 2**64]
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tune_file='config/finetune.py')
 config = settings.config
 given = settings.given
 os.environ.setdefault('PYTORCH_ALLOC_CONF', os.environ.get(
     'PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True'))  # reduces fragmentation of CUDA memory
-os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # deterministic products before torch 2.13
+os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # for deterministic matmul before torch 2.13
 
 import numpy as np
 import torch
@@ -154,7 +153,7 @@ SCHEDULES = {  # completed share of the decay -> 1 at the peak, 0 at min_lr
     'linear': lambda done: 1 - done,
     'wsd': lambda done: 1 - done,  # warm-up, stable, decay: arXiv:2404.06395
 }
-WITHOUT_COOLDOWN = 'cosine', 'linear'  # the others are constant until their cooldown
+WITHOUT_COOLDOWN = 'cosine', 'linear'  # others stay constant until their cooldown
 
 
 def lr_at(it, config):
@@ -168,7 +167,7 @@ def lr_at(it, config):
     share = 1.0 if config['lr_schedule'] in WITHOUT_COOLDOWN else config['cooldown']
     end = config['lr_decay_iters'] or config['max_iters']
     left = (end - it) / max(1, end - warmup)
-    done = 1 - min(1.0, max(0.0, left) / share)  # share of the decay
+    done = 1 - min(1.0, max(0.0, left) / share)
     floor = peak / 10 if config['min_lr'] is None else config['min_lr']
     return floor + SCHEDULES[config['lr_schedule']](done) * (peak - floor)
 
@@ -198,8 +197,8 @@ def all_reduce(x, **op):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """A permutation of n sequences. Above 2**20, it shuffles blocks of 64 adjacent sequences, divides
-    them into equal parts, and shuffles each part, so that a disk reads whole blocks."""
+    """A permutation of n sequences. If n > 2**20, shuffled blocks of 64 adjacent sequences form equal parts,
+    and each part is shuffled, so that a disk reads whole blocks."""
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(n)
     n_blocks = -(-n // 64)
@@ -209,7 +208,7 @@ def sequence_order(seed, epoch, n):
 
 
 def sequence_indices(first, count, n, seed):
-    """Indices, (count,), of the run's sequences from `first` on."""
+    """Indices (count,) of the run's sequences, from number `first` on."""
     return np.array([sequence_order(seed, i // n, n)[i % n] for i in range(first, first + count)])
 
 
@@ -230,7 +229,7 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
 def to_device(arrays, device):
     """Arrays as tensors on the device."""
     batch = map(torch.from_numpy, arrays)
-    if 'cuda' in device:  # contiguous first, or pinning is lost
+    if 'cuda' in device:  # without contiguous(), pinning is lost
         return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
     return [tensor.to(device) for tensor in batch]
 
@@ -244,7 +243,7 @@ class Batch:
 
 
 def read_batches(run, bins):
-    """Yields this rank's micro-batches of each iteration, [Batch]."""
+    """Yields [Batch], this rank's micro-batches, for each iteration."""
     config = run.config
     device = run.machine.device
     block_size = run.model.config.block_size
@@ -261,11 +260,11 @@ def read_batches(run, bins):
 
 
 def evaluation_batches(run, bins, batches):
-    """Yields this rank's share of at most `batches` batches (inputs, targets) of evenly spread sequences."""
+    """Spreads at most `batches` batches evenly over the data. Yields this rank's share, (inputs, targets)."""
     batch_size = run.config['batch_size']
     n = bins.n_sequences(run.model.config.block_size)
     count = min(n, batches * batch_size)
-    for start in range(0, count, RANKS * batch_size):  # sharding needs equal calls on all ranks
+    for start in range(0, count, RANKS * batch_size):  # sharding needs equally many calls on all ranks
         places = np.arange(batch_size) + start + RANK * batch_size
         # fill the last batch so that nothing recompiles
         inputs, targets = bins.batch(places % count * n // count, run.model.config.block_size)
@@ -274,7 +273,7 @@ def evaluation_batches(run, bins, batches):
 
 @contextlib.contextmanager
 def evaluating(run):
-    """Meanwhile, the model is in evaluation mode and computes in the compute dtype."""
+    """A context with the model in evaluation mode and with autocast."""
     run.model.eval()
     with run.machine.autocast():
         yield
@@ -298,7 +297,7 @@ def evaluate(run, bins, batches, tokenizer=None):
 
 @torch.no_grad()
 def print_by_position(run, bins, batches):
-    """Prints the mean loss for tokens at positions 1, 2, 3 to 4, 5 to 8 ... of their sequences."""
+    """Prints the mean loss at positions 1, 2, 3 to 4, 5 to 8 ... of sequences."""
     block_size = run.model.config.block_size
     sums = torch.zeros(2, block_size, dtype=torch.float64)  # losses, targets
     with evaluating(run):
@@ -315,7 +314,7 @@ def print_by_position(run, bins, batches):
 
 
 def evaluate_splits(run, train_bins, val_bins, tokenizer):
-    """Prints both losses. Returns columns of the log."""
+    """Prints train and val loss. Returns log columns."""
     n = run.config['eval_iters']
     val_loss, count, n_bytes = evaluate(run, val_bins, n, tokenizer)
     train_loss, *_ = evaluate(run, train_bins, max(1, n // 4))
@@ -332,7 +331,7 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalised Nesterov momentum (https://kellerjordan.github.io/posts/muon), scaled to the RMS of
     AdamW's updates (arXiv:2502.16982). row_splits: parameter -> rows per projection in a fused matrix."""
     _step_supports_amp_scaling = True  # step() reads found_inf
-    found_inf = 0.0                    # or a 0-d tensor; 1: change nothing
+    found_inf = 0.0                    # may be a 0-d tensor; 1: change nothing
 
     def __init__(self, params, lr, row_splits, momentum):
         super().__init__(params, {'lr': lr, 'momentum': momentum})
@@ -374,7 +373,7 @@ def subtract_orthogonalised(moves, lr):
 
 
 def orthogonalise_shared(x):
-    """Returns orthogonalise(x), each matrix from one rank."""
+    """Returns orthogonalise(x); each rank computes some matrices."""
     share = slice(RANK * len(x) // RANKS, (RANK + 1) * len(x) // RANKS)
     found = torch.zeros_like(x)
     found[share] = orthogonalise(x[share])
@@ -398,8 +397,8 @@ def orthogonalise(x):
 
 
 def param_groups(model, config, chosen):
-    """Optimizer groups for parameters with a tag in `chosen`. Without lr_scales, the group with
-    weight decay is first, as in nanoGPT."""
+    """An optimizer's param_groups, for parameters whose group is in `chosen`. Without lr_scales, the group
+    with weight decay is first, as in nanoGPT."""
     groups = {(True, 1.0): [], (False, 1.0): []}
     for name, w in model.named_parameters():
         group = model.tags[name].group
@@ -424,7 +423,7 @@ def muon(model, config):
     return [Muon(matrices, config['learning_rate'], row_splits(model), config['momentum']), *others]
 
 
-OPTIMIZERS = {  # name -> function of (model, settings) -> list of optimizers
+OPTIMIZERS = {  # name -> function(model, settings) that returns a list of optimizers
     'adamw': adamw,
     'muon': muon,
 }
@@ -446,7 +445,7 @@ def make_optimizers(model, config):
 
 
 def load_optimizers(model, optimizers, states):
-    """Loads states by parameter name, or by position if from nanoGPT."""
+    """Loads states by parameter name (nanoGPT: by position)."""
     owners = {w: opt for opt in optimizers for group in opt.param_groups for w in group['params']}
     weights = dict(model.named_parameters())
     if 'param_groups' in states:
@@ -456,7 +455,7 @@ def load_optimizers(model, optimizers, states):
         w = weights[key]
         for name, value in state.items():
             if torch.is_tensor(value) and value.ndim:
-                like = owners[w].state[w].get(name, w)  # a state of another shape exists from the start
+                like = owners[w].state[w].get(name, w)  # states not shaped like w exist from the start
                 value = value[:len(like)]  # block_size may be smaller now
                 if value.shape != like.shape:
                     raise UserError(f"the checkpoint's {name} {tuple(value.shape)} does not fit a parameter "
@@ -469,7 +468,7 @@ def load_optimizers(model, optimizers, states):
 # memory -----------------------------------------------------------------------------------------------------
 
 def check_memory(config):
-    """Raises UserError if the weights of the blocks exceed ten times this machine's memory."""
+    """Raises UserError if the blocks' weights exceed ten times this machine's memory."""
     with torch.device('meta'):
         block = make_block(config, config.n_layer - 1)
     if os.name == 'posix' and config.n_layer * sum(w.nbytes for w in block.parameters()) > 10 * os.sysconf(
@@ -500,12 +499,12 @@ def forward_recomputed(block, x, context):
 
 
 # sharding (FSDP2, arXiv:2304.11277) -------------------------------------------------------------------------
-# Code that changes weights outside an optimizer's step must call reshard() of the model and of each block:
-# otherwise forward may use old weights. The imports are slow, so only sharded runs import them.
+# Code that changes weights outside an optimizer's step must reshard() the model and each block, or forward
+# may use old weights. Only sharded runs execute the imports, which are slow.
 
 def shard_model(model, machine):
-    """Splits the matrices, which forward gathers per block in the compute dtype. Vectors and routers, used in
-    float32, stay whole."""
+    """Splits matrices, which forward gathers block by block in the compute dtype. Vectors and routers stay
+    whole and in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     if machine.dtype == torch.float16 or not all(w.requires_grad for w in model.parameters()):
         raise UserError("shard=True cannot be combined with dtype=float16 or lora_rank: leave one out")
@@ -535,7 +534,7 @@ def gather(state):
 
 
 def subtract_whole(moves, lr):
-    """subtract_orthogonalised for split matrices. Gathers as many at once as there are ranks."""
+    """subtract_orthogonalised for split matrices. Gathers RANKS matrices at a time."""
     moves.sort(key=lambda move: move[0].shape)
     while moves:
         some = moves[:RANKS]
@@ -554,13 +553,13 @@ def is_sharded(w):
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-NUMBERS = {  # attributes of Run that checkpoints store, with immutable initial values
+NUMBERS = {  # Run's attributes in checkpoints, with immutable initial values
     'iter_num': 0,                   # updates so far
     'best_val_loss': math.inf,
     'best_iter': None,               # iteration of best_val_loss
     'tokens': 0,                     # tokens read by all ranks
-    'skipped': 0,                    # updates skipped because they were not finite
-    'wall_s': 0.0,                   # seconds, including earlier parts
+    'skipped': 0,                    # skipped updates, which were not finite
+    'wall_s': 0.0,                   # seconds, including those before resuming
     'wandb_id': None,
 }
 
@@ -569,12 +568,12 @@ class Run:
     """A model in training."""
 
     def __init__(self, model, config, machine):
-        self.model = self.forward = model  # forward may be compiled, in DDP
+        self.model = self.forward = model  # forward may be compiled, or in DDP
         self.config = config
         self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
         self.sharded = any(map(is_sharded, self.params))
-        self.mixed = contextlib.nullcontext  # a context in which split and whole tensors may be mixed
+        self.mixed = contextlib.nullcontext  # context for mixing split and whole tensors
         if self.sharded:
             from torch.distributed.tensor.experimental import implicit_replication
             self.mixed = implicit_replication
@@ -585,16 +584,15 @@ class Run:
         vars(self).update(NUMBERS)
         self.skips = self.in_a_row = 0  # skipped updates: unreported, in a row
         self.saved = None  # iteration of ckpt.pt
-        self.patient = None  # the group of wait_for_rank_0
+        self.patient = None  # process group of wait_for_rank_0
 
     def wait_for_rank_0(self):
-        """Writing a large checkpoint can take longer than the timeout of the other groups."""
+        """Writing a large checkpoint can exceed the timeout of other process groups."""
         if self.patient:
             dist.barrier(self.patient)
 
     def state(self, optimizers=True):
-        """The part of a checkpoint that changes. All ranks must call it, but only rank 0 gets gathered
-        tensors."""
+        """The changing part of a checkpoint. All ranks must call it; only rank 0 gets gathered tensors."""
         weights = self.model.state_dict()
         names = {w: name for name, w in self.model.named_parameters()}
         states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
@@ -608,7 +606,7 @@ class Run:
 
     def resume(self, source):
         load_optimizers(self.model, self.optimizers, source.get('optimizer', {}))
-        if source.get('scaler'):  # only from float16
+        if source.get('scaler'):  # only for float16
             self.scaler.load_state_dict(source['scaler'])
         vars(self).update((name, source[name]) for name in NUMBERS if name in source)
         self.best_val_loss = float(self.best_val_loss)  # nanoGPT stores a tensor
@@ -622,7 +620,7 @@ class Run:
 
 
 def step(run, batch):
-    """Runs an iteration. Returns its row of the log, which may have tensors on the device."""
+    """Runs an iteration. Returns its log row, which may have tensors on the device."""
     lr = lr_at(run.iter_num, run.config)
     set_rates(run.optimizers, lr)
     seed_dropout(run.config['seed'], run.iter_num, RANK)
@@ -633,14 +631,14 @@ def step(run, batch):
     run.tokens += run.tokens_per_update
     run.skips = run.skips + ~moved
     run.in_a_row = (run.in_a_row + 1) * ~moved
-    if load is not None:  # the largest relative to the mean
+    if load is not None:  # largest load relative to its layer's mean
         row['load_max'] = (load.amax(1) / load.mean(1)).max()
     return row | {'iter': run.iter_num, 'lr': lr, 'grad_norm': grad_norm}
 
 
 def gradients(run, batch):
-    """Adds up the gradients of a batch, [Batch]. Returns entries of the row of the log. 'loss' and 'weight'
-    are of this rank."""
+    """Adds up the gradients of micro-batches, [Batch]. Returns entries of the log row; 'loss' and 'weight'
+    are this rank's."""
     losses = []
     loads = []
     for i, micro in enumerate(batch, 1):
@@ -649,12 +647,11 @@ def gradients(run, batch):
         with run.machine.autocast():
             loss, aux = run.forward(micro.inputs, micro.targets)
         losses.append(loss.detach() * micro.weight)
-        # aux['z'] times the setting z_loss, and so on
         further = sum(run.config[f'{name}_loss'] * x for name, x in aux.items() if x.requires_grad)
         loss = (loss + further) * micro.weight
         if 'load' in aux:
             loads.append(aux['load'])
-        # a loss that is not finite makes the gradients of all ranks nan
+        # a loss that is not finite makes all ranks' gradients nan
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         run.scaler.scale(loss / len(batch)).backward()
     return {'loss': sum(losses) / len(batch), 'weight': sum(micro.weight for micro in batch),
@@ -677,7 +674,7 @@ def update(run, load):
             grad_norm = grad_norm.full_tensor()
         moved = grad_norm.isfinite()
         for opt in run.optimizers:
-            # fused optimizers skip on the device
+            # fused optimizers skip steps on the device
             if getattr(opt, '_step_supports_amp_scaling', False) and run.machine.device != 'mps':
                 opt.found_inf = (~moved).float()
             elif not moved:
@@ -723,7 +720,7 @@ def diverge(run, event):
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32, longest=None):
     """Calls sample.load to resume, or to fine-tune on data with this meta. asked: given fields of
-    GPTConfig; longest: see model.changed. Raises UserError for a change that is not CHANGEABLE."""
+    GPTConfig; longest: see model.changed. Raises UserError if a field outside CHANGEABLE changes."""
     from sample import CHANGEABLE, load
     tuned = init_from != 'resume'
     changes = document_args(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}
@@ -748,8 +745,8 @@ def document_args(meta):
 
 
 def run_settings(config, given, source):
-    """Returns config with the checkpoint's values for settings that are not given. source: a resumed
-    checkpoint, or {}."""
+    """Returns config, with the checkpoint's values for settings not given. source: a resumed checkpoint,
+    or {}."""
     was = source.get('config', {})
     ours = {'out_dir', 'init_from', *given}
     length = {*marked(Path(__file__), 'length')}
@@ -777,7 +774,7 @@ def run_settings(config, given, source):
 
 @contextlib.contextmanager
 def replacing(path):
-    """Opens a file that replaces `path` once it is complete and on the disk."""
+    """Opens a file that, once complete and on the disk, replaces `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have renamed the folder
     temp = path.with_name(f'.{path.name}.tmp')
     try:
@@ -787,16 +784,16 @@ def replacing(path):
             os.fsync(f.fileno())
         temp.replace(path)
     finally:
-        temp.unlink(missing_ok=True)  # if the disk is full
+        temp.unlink(missing_ok=True)  # exists if the disk was full
 
 
 def save(run, name, constant):
-    """Writes a checkpoint. If the earlier ckpt.pt was the best, keeps it under the name best.pt."""
+    """Writes a checkpoint. Keeps the earlier ckpt.pt as best.pt if it was the best."""
     state = run.state(name != 'best.pt')
     path = Path(run.config['out_dir'], name)
     if name == 'ckpt.pt':
         if RANK == 0 and run.saved == run.best_iter != run.iter_num:
-            with contextlib.suppress(OSError):  # best.pt exists, or this disk has no links
+            with contextlib.suppress(OSError):  # best.pt exists, or the disk supports no links
                 os.link(path, path.with_name('best.pt'))
         run.saved = run.iter_num
     if RANK == 0:
@@ -813,7 +810,7 @@ def save(run, name, constant):
 def lock_folder(out_dir):
     """Locks out_dir until the returned file is closed."""
     os.makedirs(out_dir, exist_ok=True)
-    f = open(f'{out_dir}/lock', 'a')  # noqa: SIM115 (a user's file keeps its content)
+    f = open(f'{out_dir}/lock', 'a')  # noqa: SIM115 ('a' keeps a user's file intact)
     try:
         import fcntl
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -826,7 +823,7 @@ def lock_folder(out_dir):
 
 
 def set_aside(out_dir, *patterns):
-    """Renames files of an earlier run: ckpt.pt to ckpt.old-3.pt."""
+    """Renames an earlier run's files, as in ckpt.pt -> ckpt.old-3.pt."""
     folder = Path(out_dir)
     number = 1
     while any(folder.glob(f'*.old-{number}.*')):
@@ -855,7 +852,7 @@ LOG_FIELDS = {
 
 
 def start_files(out_dir, after, old, **facts):
-    """Starts log.csv, with the complete rows up to iteration `after`, and run.json. Once both are written,
+    """Starts run.json, and log.csv with its complete rows up to iteration `after`. Once both are written,
     renames an earlier run's files."""
     log = Path(out_dir, 'log.csv')
     lines = [LOG_FIELDS]
@@ -872,13 +869,13 @@ def start_files(out_dir, after, old, **facts):
 
 
 def number(x):
-    """A number or 0-d tensor -> number. All ranks must call it, because a tensor may be sharded."""
+    """A number or 0-d tensor -> number. All ranks must call it: a tensor may be sharded."""
     x = x.full_tensor() if is_sharded(x) else x
     return x.item() if torch.is_tensor(x) else x
 
 
 def log_row(path, wandb_run, row):
-    """Adds a row to the log and to wandb's run, if any. A full disk loses the row, not the run."""
+    """Adds a row to the log and to wandb's run, if any. A full disk loses only the row."""
     texts = {name: format(number(x), LOG_FIELDS[name]) for name, x in row.items() if x is not None}
     if RANK == 0:
         try:
@@ -892,7 +889,7 @@ def log_row(path, wandb_run, row):
 
 
 def measure(run, row, seconds, epoch):
-    """Completes the row that `step` returned; waits for the device. seconds: time per iteration;
+    """Completes the row of `step`; waits for the device. seconds: time per iteration;
     epoch: tokens per epoch."""
     tokens = run.tokens_per_update
     peak = peak_flops(run.machine.device, run.machine.dtype)
@@ -919,7 +916,7 @@ def describe(row, seconds_left):
 
 STOP = 'SIGINT', 'SIGTERM', 'SIGHUP', 'SIGUSR1'
 TIME_IS_OVER = 1
-UNFINISHED = 'running', 'stopped'  # statuses in run.json of runs that wait to be continued
+UNFINISHED = 'running', 'stopped'  # status, in run.json, of a run to resume
 
 
 def stop_on_signals():
@@ -948,8 +945,7 @@ def why_stop(signals, time_limit):
 
 
 def stop_reason(run, val_loss):
-    """Why the run ends after this evaluation, as a status for run.json; '' if it continues. All ranks must
-    return the same."""
+    """The status for run.json if the run ends after this evaluation, else ''. All ranks must agree."""
     return 'done' if run.iter_num >= run.config['max_iters'] else ''
 
 
@@ -966,7 +962,7 @@ def print_sample(run, tokenizer, prompts):
 
 
 def start_lora(model, config, source):
-    """See zoo/weights.py, which only runs with adapters need."""
+    """See zoo/weights.py, which is needed only for adapters."""
     from zoo.weights import start_lora
     return start_lora(model, config, source)
 
@@ -1007,10 +1003,10 @@ if __name__ == '__main__':
     if not TORCHRUN and int(os.environ.get('SLURM_NTASKS', 1)) > 1:
         print0("warning: Slurm has several tasks for this job, but this run uses only one: use `srun "
                "torchrun ... train.py`, as in docs/gpu.md")
-    if TORCHRUN:  # after choosing a GPU: otherwise NCCL may use the first GPU
+    if TORCHRUN:  # after choosing a GPU: NCCL may otherwise use the first
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
-        # a rank that hangs should not occupy the others for long
+        # a hanging rank should not block the others for long
         timeout = datetime.timedelta(minutes=10)
         store, *_ = next(dist.rendezvous('env://', timeout=timeout))
         # torchrun reuses its store after a restart
@@ -1054,7 +1050,7 @@ if __name__ == '__main__':
                         f"{block_size}: give --block_size={meta['packed']}, or prepare it again with "
                         f"--block_size={block_size}")
     for bins in train_bins, val_bins:
-        bins.n_sequences(block_size)  # raises ValueError if there are none
+        bins.n_sequences(block_size)  # raises ValueError without sequences
         bins.vocab_size = model.config.vocab_size
         if meta['vocab_size'] > bins.vocab_size:
             bins.check_vocabulary()
@@ -1067,7 +1063,7 @@ if __name__ == '__main__':
         checkpoint_blocks(model, checkpoint_activations)
     if checkpoint_activations or shard or n_params > 1e8:  # memory is short
         keep_freed_memory(below=2**20)
-    shard = shard and RANKS > 1  # if resumed on one rank
+    shard = shard and RANKS > 1  # a run may resume on one rank
     if shard:
         shard_model(model, machine)
     model.to(device).train()
@@ -1119,7 +1115,7 @@ if __name__ == '__main__':
     compile = resolve_compile(compile, device, flops_per_token(model) * max_iters * tokens / RANKS)
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
-        run.forward = compile_model(model, device)  # evaluation would compile again
+        run.forward = compile_model(model, device)  # for training only: evaluation would compile again
     if RANKS > 1 and not shard:
         run.forward = DDP(run.forward, gradient_as_bucket_view=True)
 
@@ -1165,7 +1161,7 @@ if __name__ == '__main__':
             batch = next(batches, None)  # while the device computes
             it = run.iter_num
             if it == first_it + 1:
-                gc.freeze()  # later collections skip today's objects; checking them would pause all ranks
+                gc.freeze()  # later collections skip existing objects; checking them would pause all ranks
             if it < max_iters:
                 interrupted = why_stop(signals, time_limit)
             # iterations 1 and 4 show the speed early
@@ -1179,9 +1175,9 @@ if __name__ == '__main__':
                 row = measure(run, row, seconds, epoch)
                 print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
                 if (it == 1 or it % log_interval == 0) and it < goal and not interrupted:
-                    log_row(log_file, wandb_run, row)  # at goal: after the evaluation
+                    log_row(log_file, wandb_run, row)  # at goal: written after the evaluation
 
-        if interrupted:  # a cluster may not wait
+        if interrupted:  # save first: a cluster may not wait
             save(run, 'ckpt.pt', constant)
             print0(f"saved at iteration {run.iter_num:,} of {max_iters:,}, now evaluating; to continue: "
                    f"python train.py {shlex.join(sys.argv[1:] if parts else [f'--out_dir={out_dir}'])} "
@@ -1190,7 +1186,7 @@ if __name__ == '__main__':
         val_loss = columns.get('val_loss', math.nan)
         if columns and not math.isfinite(val_loss):
             diverge(run, f"val loss is {val_loss}")
-        # a signal should not change what the continued run saves as best
+        # a signal should not change the continued run's best checkpoint
         improved = val_loss < run.best_val_loss and interrupted <= TIME_IS_OVER
         if improved:
             run.best_val_loss = val_loss
@@ -1200,13 +1196,13 @@ if __name__ == '__main__':
         else:
             status = stop_reason(run, val_loss)
         run.wall_s = time.time() - began
-        if row:  # before the checkpoint, or rows are lost
+        if row:  # before saving, so that crashes lose no row
             log_row(log_file, wandb_run, row | columns | {'wall_s': run.wall_s})
         if improved and not always_save_checkpoint:
             save(run, 'best.pt', constant)
         if keep:
             save(run, f'ckpt-{run.iter_num}.pt', constant)
-            kept = [*dict.fromkeys([*constant['kept'], run.iter_num])]  # not the user's own files
+            kept = [*dict.fromkeys([*constant['kept'], run.iter_num])]  # only the run's own files
             constant['kept'] = kept[-keep:]
             for old in kept[:-keep] if RANK == 0 else ():
                 Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 # One number sets the size: width, heads, batch, length, learning rate and weight decay follow from n_layer.
 # Put the flag first, because flags and files apply from left to right:
 #   python train.py --n_layer=8 config/dial.py
-# 4: 3.3M parameters, 8: 25.8M, 12: 85.2M, 16: 202.7M, 24: 680.0M (with a byte vocabulary).
+# Parameters per n_layer (with a byte vocabulary): 4: 3.3M, 8: 25.8M, 12: 85.2M, 16: 202.7M, 24: 680.0M.
 dataset = 'pystdlib_byte'
 out_dir = f"out-dial-{n_layer}"
 
@@ -11,8 +11,8 @@ head_dim = 128
 block_size = 1024 if n_layer >= 8 else 256
 
 batch_size = 16
-# the best batch (524,288 at 12 layers) grows as tokens^0.383 (arXiv:2505.13738); tokens grow as
-# n_layer^3
+# the best batch (524,288 tokens at 12 layers) grows as D^0.383 for D training tokens (arXiv:2505.13738); D
+# grows as n_layer^3
 gradient_accumulation_steps = 8 * max(1, round(2**16 * (n_layer / 12) ** 1.149 / (batch_size * block_size)))
 tokens_per_param = 20
 optimizer = 'muon'

@@ -1,4 +1,4 @@
-# GPT-2 (124M). The data set the vocabulary. With --vocab_size=50257, it has 124,439,808 parameters.
+# GPT-2 (124M), with the vocabulary of the dataset. With --vocab_size=50257, it has 124,439,808 parameters.
 # Put this file before one of nanoGPT's config files to get nanoGPT's model:
 #   python train.py config/gpt2.py ../nanoGPT/config/train_shakespeare_char.py
 pos = 'learned'

@@ -1,11 +1,11 @@
-# MiniMind 2 small (github.com/jingyaogong/minimind): 25,829,888 parameters and its recipe, with the
-# text of MiniMind 3:
+# MiniMind 2 small (github.com/jingyaogong/minimind), of 25,829,888 parameters, and its recipe, with
+# the text of MiniMind 3:
 #   python prepare.py minimind --tokenizer=bpe:6400 && python train.py config/minimind.py
 #   python prepare.py minimind_sft --tokenizer=data/minimind_bpe6400 --block_size=512
 #   python train.py config/minimind_sft.py --init_from=out-minimind --block_size=512 --learning_rate=1e-6 \
 #       --min_lr=1e-7
-# The text of version 2, pretrain_hq, needs --special_tokens=tokens. The documents begin with
-# <|im_start|>, so prompts for that base model must do so too: sample.py --start='<|im_start|>...'
+# The text of version 2, pretrain_hq, needs --special_tokens=tokens. Its documents begin with
+# <|im_start|>, so prompts for that base model must, too: sample.py --start='<|im_start|>...'
 # Without the download: python prepare.py --tokenizer=byte, then --dataset=pystdlib_byte.
 dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind'

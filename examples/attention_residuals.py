@@ -36,7 +36,7 @@ def mixed(query, sources):
 
 
 class DepthBlock(Block):
-    """A block that adds two sources to those before it. The last block returns their mix."""
+    """A block that adds two sources to the list. The last block returns the mix of all."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

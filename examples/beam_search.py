@@ -34,7 +34,7 @@ def next_log_p(model, contexts, cache):
 
 @torch.no_grad()
 def search(model, prompt, max_new_tokens, stop_tokens=()):
-    """Token ids -> the highest score, and its new tokens, which may end with a stop token."""
+    """Token ids -> the best beam's score and new tokens, which may end with a stop token."""
     size = min(len(prompt) + max_new_tokens, model.config.block_size)
     cache = model.make_cache(1, size)
     start = max(0, len(prompt) - size)  # the context is tokens[start:]

@@ -14,7 +14,7 @@ import model
 from mixers import conv_init, short_convolution
 from model import MLP, Attention, Block, Mixer, parameter, rotate
 
-KERNEL = 4  # tokens that a convolution sees, with the current one
+KERNEL = 4  # tokens that a convolution sees, including the current one
 
 
 class Canon(Mixer):

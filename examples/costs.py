@@ -1,6 +1,6 @@
 """
 Prints what choices cost on this machine: naive and flash attention, RMSNorm and LayerNorm, and generating
-with and without a KV cache. It takes about two minutes, and needs Linux: python examples/costs.py
+with and without a KV cache. The script needs Linux and about two minutes: python examples/costs.py
 """
 import math
 import resource
@@ -18,7 +18,7 @@ from model import GPT, GPTConfig
 
 
 def milliseconds(run, *args, times=3):
-    """The median time of a call, after a first call."""
+    """The median time of a call, after a warm-up call."""
     run(*args)
     found = []
     for _ in range(times):
@@ -29,7 +29,7 @@ def milliseconds(run, *args, times=3):
 
 
 def with_backward(run, *args):
-    """Also computes gradients."""
+    """Runs forward and backward."""
     run(*args).sum().backward()
 
 
@@ -43,7 +43,7 @@ KERNELS = {'naive': naive, 'flash': lambda *qkv: F.scaled_dot_product_attention(
 
 
 def attention(name, length):
-    """Forward and backward, 8 heads of 64. Prints milliseconds and the added memory in MB."""
+    """Prints milliseconds and added MB of forward and backward, with 8 heads of 64."""
     qkv = [torch.randn(1, 8, length, 64, requires_grad=True) for _ in range(3)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ms = milliseconds(with_backward, KERNELS[name], *qkv)
@@ -66,7 +66,7 @@ if __name__ == '__main__':
     if sys.argv[1:]:
         sys.exit(attention(sys.argv[1], int(sys.argv[2])))
     for length in 512, 2048, 8192:
-        for name in KERNELS:  # each in its own process, whose memory is then its own
+        for name in KERNELS:  # each in a new process, to measure its memory
             subprocess.run([sys.executable, __file__, name, str(length)], check=True)
     x, w = torch.randn(8192, 768, requires_grad=True), torch.ones(768, requires_grad=True)
     for norm in F.rms_norm, F.layer_norm:

@@ -41,7 +41,7 @@ class Engram(Mixer):
         return 0  # apart from the products with weights
 
     def rows(self, context):
-        """The row of each table that a token reads, (B, T, tables)."""
+        """The row that a token reads in each table, (B, T, tables)."""
         T = context.idx.shape[1]
         ids = after_last(self, context.idx, context)           # (B, len(PRIMES) + T)
         mixed = 0
@@ -62,7 +62,7 @@ class Engram(Mixer):
 
 
 class EngramBlock(Block):
-    """A Block that adds its memory to the residual stream first."""
+    """A Block that first adds its memory to the residual stream."""
 
     supports_variants = True
 

@@ -12,8 +12,8 @@ with learned c, L and f.
 
 The input of f is between 0 and 1 at any length. f has one hidden layer and one output per head. It
 has no bias after the last layer, because the softmax would cancel it. The example adds b to the
-scores in Attention.attend. Positions are those of the context and of its cache, and i counts from
-the start of the document.
+scores in Attention.attend. Positions come from the context and its cache, and i counts from the
+start of the document.
 """
 import functools
 import math

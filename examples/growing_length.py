@@ -6,15 +6,15 @@ arXiv:2310.00576).
     python sample.py --start=def
 
 Each sequence of block_size tokens is cut into pieces, which become sequences of their own. The run has
-stages of equal length, and each stage has its number of pieces. A batch has the same tokens as
-without this file. Therefore each update reads the same number of tokens, each epoch reads each position of
-the data once, and runs resume and use several ranks as usual. The printed mfu is too high for pieces, because
-it assumes block_size.
+stages of equal length, and each stage has its own number of pieces. A batch has the same tokens as without
+this file. Therefore each update reads the same number of tokens, each epoch reads each position of the data
+once, and runs resume and use several ranks as usual. The printed mfu is too high for pieces, because it
+assumes block_size.
 """
 from configurator import UserError
 from train import read_batches as read_whole_batches
 
-PIECES = (4, 2, 1)  # per sequence, in each stage; the last should be 1
+PIECES = (4, 2, 1)  # pieces per sequence, by stage; the last should be 1
 
 
 def n_pieces(it, config):

@@ -23,7 +23,7 @@ def loss(self, x, targets):
     logits = self.head(x)
     z = logits.logsumexp(-1)                                                            # (B, T)
     target = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    expected = (1 - SMOOTHING) * target + SMOOTHING * logits.mean(-1)  # of a logit, under the smoothed target
+    expected = (1 - SMOOTHING) * target + SMOOTHING * logits.mean(-1)  # mean logit under the smoothed target
     per_token = z - expected + Z_LOSS * z ** 2
     is_target = targets >= 0
     mean = torch.where(is_target, per_token, 0.0).sum() / is_target.sum().clamp(min=1)

@@ -6,20 +6,20 @@ of the first blocks.
     python train.py examples/looped.py --n_layer=8
     python sample.py examples/looped.py --start=def
 
-The first quarter of the blocks is the paper's prelude, the last quarter its coda, the rest its
-core: the large model of the paper has 2, 4 and 2 blocks. Each repetition has its own cache entries.
+The paper calls the first quarter of the blocks "prelude", the middle "core", and the last quarter
+"coda"; its large model has 2, 4 and 2 blocks. Each repetition has its own cache entries.
 
 Differences from the paper: it samples the number of repetitions in training, and backpropagates
 through only the last 8. Here the number is fixed, and backpropagation is complete. The paper's
 first state is random; here it is zero, so that equal prompts have equal logits. The paper also
-normalises the residual stream in each block and after the core; here norm_placement is free.
+normalises the residual stream in each block and after the core; here, norm_placement sets norms.
 """
 import torch
 
 import model
 from model import GPT, Block, Linear, Mixer
 
-REPETITIONS = 4  # of the core
+REPETITIONS = 4  # runs of the core
 
 
 def core(n_layer):

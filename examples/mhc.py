@@ -14,9 +14,9 @@ This file replaces the connections of examples/hyper_connections.py, which has t
 block. The weights depend on all streams of the token, so that the cache needs no further entries.
 All streams are equal at the start, and H_post is 1: the model equals the usual pre-norm one.
 
-Difference from the paper: of the initial values, it gives only that of alpha. Here phi starts at
-zero, and the biases such that each attention and MLP reads mainly one stream, and that H_res is
-close to the identity.
+Difference from the paper, which gives only alpha's initial value: here, phi starts at zero. The
+initial biases let each attention and MLP read mainly one stream, and keep H_res close to the
+identity.
 """
 import functools
 
@@ -27,7 +27,7 @@ from torch import nn
 
 from model import Linear, Norm, parameter
 
-ITERATIONS = 20  # of Sinkhorn-Knopp
+ITERATIONS = 20  # rounds of Sinkhorn-Knopp
 
 
 def sinkhorn_knopp(logits):
@@ -40,7 +40,7 @@ def sinkhorn_knopp(logits):
 
 
 class HyperConnection(nn.Module):
-    """The connections of one attention or MLP, which mainly reads the given stream at the start."""
+    """The connections of one attention or MLP, which initially reads mainly the given stream."""
 
     def __init__(self, config, stream):
         super().__init__()
@@ -55,7 +55,7 @@ class HyperConnection(nn.Module):
         self.static = parameter(2 * N + N * N, init=static_init, group='vector')   # the biases b
 
     def flops(self, length):
-        return 6 * self.phi.in_features * (N + 1)                                  # without phi
+        return 6 * self.phi.in_features * (N + 1)                                  # apart from phi
 
     def forward(self, streams, function):
         """streams (B, T, N, C), function (B, T, C) -> (B, T, C)"""

@@ -9,7 +9,7 @@ A block fits a query if the product of the query and the mean of the block's key
 (equations 5 and 6). Each head chooses its own blocks. The example makes the choice in
 Attention.attend and hides all other keys by a bias of -inf. This gives the results of MoBA but not
 its speed, which needs a kernel that skips hidden blocks. Blocks are counted from the start of a
-document, and keys come from the cache, so that all paths choose the same blocks.
+document, and keys come from the cache, so that training and decoding choose the same blocks.
 """
 import math
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from model import MIXERS, Attention
 
 BLOCK = 16  # keys per block
-TOP_K = 4   # blocks that a query sees, with its own block
+TOP_K = 4   # blocks that a query sees, including its own
 
 
 class BlockAttention(Attention):
@@ -62,11 +62,11 @@ class BlockAttention(Attention):
 
 
 def block_means(k, stride):
-    """k (B, K, S, D) -> (B, K, means, D): means of BLOCK adjacent keys, from every stride-th on"""
+    """k (B, K, S, D) -> (B, K, means, D): means of BLOCK adjacent keys, starting at every stride-th"""
     k = F.pad(k, (0, 0, 0, BLOCK - 1))  # only the last block can be incomplete; its mean is unused
     return F.avg_pool1d(k.flatten(0, 1).mT, BLOCK, stride).mT.unflatten(0, k.shape[:2])
 
 
 MIXERS['O'] = BlockAttention
 mixer_pattern = 'O'
-window = window_pattern = None  # as config/default.py has windows
+window = window_pattern = None  # because config/default.py has windows

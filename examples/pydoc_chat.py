@@ -53,7 +53,7 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about one to three names. Each name is in two questions: most answers in
+    """Conversations about one to three names. Each name is in at least two questions, so most answers in
     validation also occur in training."""
     talks = []
     order = random.Random(0)

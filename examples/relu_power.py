@@ -7,7 +7,7 @@ fixed whole p. Learning p is an experiment of our own.
     python sample.py examples/relu_power.py --start=def
 
 An entry of ACTIVATIONS is a function or, as here, a class that the model creates once per MLP. An
-activation computes each token from that token, so a cache needs nothing.
+activation depends on no other token, so the cache needs no entries.
 """
 import functools
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from model import ACTIVATIONS, parameter
 
-SMALLEST = 1e-6  # smaller positive inputs count as this one: if p < 1, the slope at 0 is infinite
+SMALLEST = 1e-6  # smaller positive inputs count as this: if p < 1, the slope at 0 is infinite
 
 
 class ReluPower(nn.Module):

@@ -17,7 +17,7 @@ from configurator import UserError
 from model import GROUPS, row_splits
 from train import adamw, is_sharded, param_groups
 
-BETA, EPSILON = 0.95, 1e-8  # BETA: of both moments and of the preconditioners
+BETA, EPSILON = 0.95, 1e-8  # BETA is for both moments and the preconditioners
 FREQUENCY = 10   # steps between updates of the eigenvectors
 
 
@@ -41,7 +41,7 @@ class Soap(torch.optim.Optimizer):
         for group in self.param_groups:
             for w in group['params']:
                 state = self.state[w]
-                # a gradient is zero until the projections after it have left zero
+                # a weight's gradient is zero while the projections after it are zero
                 if w.grad is not None and (state['step'] >= 0 or w.grad.any()):
                     state['step'] += 1
                     for i, part in enumerate(zip(*(tensor.split(self.row_splits[w], dim=-2) for tensor in (

@@ -28,7 +28,7 @@ MAX_DISTANCE = 128  # the logarithmic buckets end here
 
 
 def bucket_of(distance):
-    """Distances, a tensor of integers from 0 -> buckets"""
+    """A tensor of integer distances >= 0 -> buckets"""
     exact = BUCKETS // 2  # one bucket per distance
     ratio = torch.log(distance.clamp(min=exact) / exact) / math.log(MAX_DISTANCE / exact)  # 0 to 1, or more
     far = exact + (ratio * (BUCKETS - exact)).long()

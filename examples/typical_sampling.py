@@ -24,7 +24,7 @@ def typical_logits(logits):
 
 
 def sample_token(logits, u, temperature=0.8, **options):
-    """Draws a token from the typical set of logits (..., V), as sample_token of sample.py does from all."""
+    """Draws a token as sample_token of sample.py does, but from the typical set of logits (..., V)."""
     if temperature == 0:
         return draw_token(logits, u, temperature=0, **options)
     logits = typical_logits(logits.to(u.device).float() / temperature)

@@ -1,11 +1,11 @@
 """
 Value embeddings (modded-nanogpt; here as in nanochat, commit 92d63d4): in every second layer, each token adds
-a row of a table of its own to the values. A gate per head reads the first channels of the layer's input.
+its row of the layer's table to the values. A gate per head reads the first channels of the layer's input.
 
     python train.py examples/value_embeddings.py
     python sample.py examples/value_embeddings.py --start=def
 
-Each table is as large as the embedding, but costs nearly no time, because a token reads one row.
+Each table has vocab_size rows of n_kv_head * head_dim, but costs nearly no time: a token reads one row.
 """
 import functools
 

@@ -8,8 +8,8 @@ Evaluations, samples and checkpoints use the mean instead of the last weights.
 
 The mean after t iterations is the sum of DECAY^(t - i) * (1 - DECAY) * weights_i, divided by 1 - DECAY^t.
 It is part of the optimizer's state, for any optimizer. In an evaluation and in a checkpoint, the weights
-and the mean are swapped, so that sample.py needs no file. A resumed run swaps them back. If the learning rate
-decays, the mean lags behind the weights.
+and the mean are swapped, so sample.py does not need this file. A resumed run swaps them back. If the
+learning rate decays, the mean lags behind the weights.
 """
 import contextlib
 
@@ -18,7 +18,7 @@ import torch
 import train
 
 update_weights, load_states = train.update, train.load_optimizers  # before they are replaced
-DECAY = 0.98  # factor per iteration on the share of older weights
+DECAY = 0.98  # factor on the share of older weights per iteration
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def mean_weights(run):
 
 
 def on_mean(function):
-    """A function of a run, which will use the mean."""
+    """Makes a function of a run use the mean."""
     def with_mean(run, *args):
         with mean_weights(run):
             return function(run, *args)

@@ -7,7 +7,7 @@ layer, so that the KV cache of long contexts is much smaller.
 
 The first half is the self-decoder (section 2.1): its layers attend to a sliding window. The second half is
 the cross-decoder (section 2.2): its first layer computes keys and values from the output of the self-decoder
-and hands them on, and each layer attends to them with queries of its own. The paper's self-decoder may also
+and hands them on, and each layer attends to them with its own queries. The paper's self-decoder may also
 use gated retention, and its prefill skips the cross-decoder; neither is here.
 """
 from torch import nn
@@ -55,4 +55,4 @@ class YOCO(Attention):
 
 MIXERS['Y'] = YOCO
 mixer_pattern = 'Y'
-window = window_pattern = None  # as config/default.py has windows
+window = window_pattern = None  # because config/default.py has windows

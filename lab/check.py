@@ -1,16 +1,16 @@
 """
-Is the code of the model still right? Compares a small model of the config's kind with formulas of
-papers (tests/formulas.py) and with other ways to compute the same results.
+Compares a small model of the config's kind with formulas of papers (tests/formulas.py) and with other ways
+to compute the same results.
 
     python lab/check.py config/llama_small.py
     python lab/check.py --init_from=out       # a small model of the checkpoint's kind
 
-A check is a function of a small config. It raises AssertionError, or returns None or a remark.
+A check is a function of a small config. It raises AssertionError or returns a remark or None.
 """
 import os
 import sys
 
-if __name__ == '__main__':  # import from the folder above
+if __name__ == '__main__':
     sys.path[0] = os.path.abspath(__file__ + '/../..')
 
 import contextlib
@@ -96,7 +96,7 @@ def randomized(config):
 
 
 def trainable(config):
-    """A randomized model with all losses, without dropout: only its outermost module is training."""
+    """A randomized model with all losses, without dropout: only its outermost module is in training mode."""
     model = randomized(dataclasses.replace(config, **dict.fromkeys(RANDOM, 0.0)))
     model.training = True
     return model
@@ -108,7 +108,7 @@ def random_tokens(config, *shape):
 
 
 def require_equal(found, expected, name, tolerance=1e-4):
-    """Raises AssertionError unless all numbers agree within tolerance * max(expected, 1)."""
+    """Raises AssertionError unless all numbers agree within tolerance * max(|expected|, 1)."""
     is_close = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=1)  # False for NaN
     if not is_close.all():
         at = tuple(is_close.logical_not().nonzero()[0].tolist())
@@ -130,7 +130,7 @@ def check_formulas(config):
     targets[0, 5:9] = -1
     targets[1, 3] = -100
     for name, module in model.named_modules():
-        # a formula calls the inner modules, so a class without formula would be compared with itself
+        # a formula calls the inner modules, so a class without a formula would be compared with itself
         if type(module) not in {*FORMULAS, *PARTS} and not type(module).__module__.startswith('torch.'):
             others.add(type(module).__name__)
         module.register_forward_hook(lambda *call, name=name: calls.append((name, *call)))
@@ -159,13 +159,14 @@ def check_formulas(config):
     return f"no formula for {', '.join(sorted(others))}" if others else None
 
 
-SMALL_EFFECT = (  # or none
+SMALL_EFFECT = (  # or no effect
     'block_size', 'vocab_size', 'n_head', 'n_kv_head', 'head_dim', 'd_ff', 'bias', 'balance_per_sequence')
 
 
 @torch.no_grad()
 def check_options(config):
-    """Checks that each field not at its default changes the model, its logits or a loss by at least 1%."""
+    """Checks that resetting each field to its default changes weight shapes, or logits or a loss by at
+    least 1%."""
     def outcome(config):
         torch.manual_seed(0)
         model = randomized(config).train()
@@ -201,8 +202,8 @@ def check_documents(config):
 
 @torch.no_grad()
 def check_cache(config):
-    """Compares one pass with many ways to use caches, and so checks that no token sees a later
-    token. If it fails, look at make_mask, Cache, slots and states."""
+    """Compares one pass with many ways to use caches, which shows that no token sees later
+    tokens. If it fails, look at make_mask, Cache, slots and states."""
     model = randomized(config)
     if not all(getattr(part, 'causal', True) for part in model.modules()):
         return 'not possible, because an MLP is not causal'
@@ -210,7 +211,7 @@ def check_cache(config):
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
-        """Appends n tokens per row for each n in counts; n may be a list with one number per row."""
+        """For each n in counts, appends n tokens per row; a list n has one number per row."""
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
@@ -240,7 +241,7 @@ def check_cache(config):
 
 def check_gradients(config):
     """Compares gradients with finite differences in float64. If it fails, look for detach, no_grad and
-    changes in place."""
+    in-place changes."""
     model = trainable(config).double()
     idx = random_tokens(config, 2, SHORT)
 

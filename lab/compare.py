@@ -1,22 +1,22 @@
 """
-Which choice is better, and by how much? Trains variants of a run with the same seeds and data.
+Trains variants of a run with the same seeds and data, and compares them.
 
     python lab/compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
     python lab/compare.py mlp --until=decided      # the list mlp of lab/variants.py
-    git worktree add ../old HEAD~1                 # makes a folder with the code of another commit
+    git worktree add ../old HEAD~1                 # a folder with another commit's code
     python lab/compare.py config/default.py --variants="['../old:', '', '--mlp=gelu']"
 
-The first variant is the baseline. A variant consists of flags for train.py, of a folder with code followed
-by a colon, or of both. Flags of train.py apply to all variants. The script copies the code, so you may edit
-it meanwhile.
+The first variant is the baseline. A variant has flags for train.py, a code folder with a colon
+('../old:'), or both. Other flags of train.py apply to all variants. The script copies the code, so you may
+edit it meanwhile.
 
-Finished runs in out-compare/ are used again, so you can stop and continue. Delete the
-folder if you change a checkpoint that a run starts from.
+You can stop and continue, because the script reuses finished runs in out-compare/. Delete this folder if
+you change a checkpoint that runs start from.
 """
 import os
 import sys
 
-if __name__ == '__main__':  # import from the folder above
+if __name__ == '__main__':
     sys.path[0] = os.path.abspath(__file__ + '/../..')
 
 import ctypes
@@ -54,8 +54,8 @@ seeds: int | None = None          # runs per variant; None: 3, or up to 20 with 
 seed = 1337                       # first seed [< 2**62]
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
-match: str | None = None          # sets d_ff so that models are equal in this number [in COUNTS]
-json: bool | str = False          # True: print JSON too; or a file to append to
+match: str | None = None          # sets d_ff or d_expert to equalize this number [in COUNTS]
+json: bool | str = False          # True: also print JSON; a path: append to that file
 OWN = declared(Path(__file__)).keys()
 FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
 ARGV = sys.argv[1:] if __name__ == '__main__' else []
@@ -90,7 +90,7 @@ class Variant:
         return f'{RUNS}/{hashlib.sha256(text.encode()).hexdigest()[:12]}'
 
     def measured(self, *flags):
-        """The sizes of the model from bench.py, or its 'error'."""
+        """The model's sizes from bench.py, or {'error': text}."""
         known = {*declared(self.code / 'model.py'), 'init_from', 'dataset'}
         words = [arg for arg in (*self.args, *flags)
                  if is_config(arg) or arg[2:].partition('=')[0] in known]
@@ -122,7 +122,7 @@ def last_line(text):
 
 @functools.cache
 def copy_code(source, place):
-    """Copies a folder's code. Returns the copy, and a hash of the files on which a run depends."""
+    """Copies a folder's code. Returns the copy, and a hash of the files that runs need."""
     code = Path(tempfile.mkdtemp(dir=place))
     digest = hashlib.sha256()
     for path in sorted([*source.glob('*.py'), *source.glob('*/*.py'), *source.glob('zoo/*.json')]):
@@ -137,7 +137,7 @@ def copy_code(source, place):
 
 
 def add_texts(texts, path):
-    """Adds the text of a config file, and of the files next to it that it names. texts: {file: text}"""
+    """Adds the text of a config file, and of neighbouring files that it names. texts: {file: text}"""
     text = texts[str(path)] = path.read_text('utf-8', 'replace')
     for other in sorted(path.parent.glob('*.py')):
         if str(other) not in texts and re.search(rf'\b{re.escape(other.stem)}\b', text):
@@ -145,7 +145,7 @@ def add_texts(texts, path):
 
 
 def make_variant(name, text, base, place):
-    """Makes a Variant. text: additions to base, a command line of train.py."""
+    """Makes a Variant. text: additions to `base`, arguments of train.py."""
     with reading(f'variant {text!r}'):
         words = shlex.split(text)
     source = Path(words.pop(0)[:-1]) if words and words[0].endswith(':') else ROOT
@@ -174,7 +174,7 @@ def make_variant(name, text, base, place):
                   if values[field] != setting.default}
         with naming(fields):
             GPTConfig(**{'vocab_size': meta['vocab_size']} | fields)
-    # config files may read other files or the environment
+    # all values, because config files may read other files or the environment
     settings = {setting: value for setting, value in values.items() if setting[:2] != '__'}
     return Variant(name, code, args, settings, [digest, identity(meta), texts])
 
@@ -199,7 +199,7 @@ def match_size(variant, target, kind):
 # runs -------------------------------------------------------------------------------------------------------
 
 def read_run(folder):
-    """The facts of a run that ended, or None. They have 'rows' of log.csv, or an 'error' if it diverged."""
+    """The facts of an ended run, or None. They have an 'error' if it diverged, else 'rows' of log.csv."""
     path = Path(folder, 'run.json')
     with reading(path):
         facts = loads(path.read_text('utf-8')) if path.exists() else {}
@@ -219,7 +219,7 @@ def stop_with_parent():
 
 
 def run_variant(variant, seed):
-    """Starts or continues a run. Returns read_run's dict, or {'error': text} if it failed."""
+    """Starts or continues a run. Returns read_run's dict, or {'error': text} if the run failed."""
     folder = variant.folder(seed)
     args = [*variant.args, f'--seed={seed}', f'--out_dir={folder}']
     os.makedirs(folder, exist_ok=True)
@@ -241,8 +241,8 @@ def run_variant(variant, seed):
 
 
 def run_all(variants, seeds, until, margin):
-    """Completes all runs, seed by seed. Returns {variant's name: run_variant's dicts}. A variant gets no
-    further seed after a failure, or, if until='decided', after a clear verdict."""
+    """Completes all runs, seed by seed. Returns {name: run_variant's dicts}. A variant
+    gets no more seeds after a failure or, if until='decided', a clear verdict."""
     runs = {variant.name: [] for variant in variants}
     remaining = [*variants]
     for seed in seeds:
@@ -270,8 +270,8 @@ OPEN = 'one seed', 'no difference seen'  # verdicts that more seeds may change
 
 
 def lasting(n, alpha):
-    """Half of a confidence interval for the mean of n normal differences, in standard deviations.
-    The error probability is at most alpha even if you look after each n: the t statistic of
+    """The half-width of a confidence interval for the mean of n normal differences, in standard deviations.
+    Its error probability is at most alpha even if you look after each n. It uses the t statistic of
     arXiv:2310.03722, for a mixture of effects with a standard deviation of 5."""
     shrink = 5 ** -2 / (n + 5 ** -2)
     bound = (alpha * shrink ** 0.5) ** (-2 / n)

@@ -1,6 +1,6 @@
 # Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; examples,
 # tricks, tricks_short, first_run and few_data need an hour or more.
-# Data: `python prepare.py --tokenizer=byte`. Others:
+# Data: `python prepare.py --tokenizer=byte`. Exceptions:
 #   few_data                                   python prepare.py few.txt --tokenizer=char
 #                                              (few.txt: the first 200,000 bytes of Shakespeare)
 #   tricks, tricks_short, first_run            python prepare.py
@@ -59,7 +59,7 @@ LISTS = {
     'few_data': dict(base=f'{QUICK} --dataset=few_char --epochs=8', variants={
         '8 epochs': '', '4 epochs': '--epochs=4', 'decay 1': '--weight_decay=1',
         'decay 2': '--weight_decay=2'}),
-    # the parameters of embeddings, as in engram, are not counted
+    # inner_params excludes embeddings, such as those of engram
     'examples': dict(base=QUICK, match='inner_params', variants={
         'base': '', 'half as long': '--max_iters=150', 'twice as long': '--max_iters=600',
         'soap': 'examples/soap.py --learning_rate=3e-3', 'constant rate': '--decay_lr=False',

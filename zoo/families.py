@@ -1,5 +1,5 @@
 """
-The published model families. Call `add` to add one.
+The published model families; see `add`.
 """
 import collections
 import inspect
@@ -19,24 +19,24 @@ class Family(typing.NamedTuple):
     """How transformers stores one model_type.
 
     To add a family, change a similar one: see `like`. If new names are not enough, use a Rule for a field,
-    and `rows` or `layouts` for a tensor. A field of config.json that no column mentions raises an error if
-    transformers reads it and its value is not the default. So run `python .ci/defaults.py` after you add a
-    family.
+    and `rows` or `layouts` for a tensor. A field of config.json that transformers reads but no column
+    mentions raises an error unless it has its default. After you add a family, run
+    `python .ci/defaults.py` to record its defaults.
     """
     arch: str                   # the class in transformers
     fields: dict                # {GPTConfig's field: names in config.json}, if FIELDS does not fit; '': none
-    fixed: dict                 # values of fields that config.json lacks
+    fixed: dict                 # values of GPTConfig's fields that config.json lacks
     names: dict                 # our module or tensor: transformers' names, or a function of the
-    #                             config. Names divide the rows in order. E is an expert's number.
+    #                             config. Several names divide its rows in order. E is an expert's number.
     #                             'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
-    rules: dict = {}            # fields of config.json: a Rule for them
+    rules: dict = {}            # {config.json's fields: their Rule}
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each
     #                             fused projection) -> our row numbers for each stored tensor
     layouts: dict = {}          # our tensor: Layout
     layers: str = 'L'           # letters of LAYER_TYPES, repeated, if config.json has no layer_types
     exports: bool = True        # False: cannot be written
-    defaults: dict = {}         # config.json's fields that transformers reads, and their defaults
+    defaults: dict = {}         # {config.json's field that transformers reads: default}
 
 
 class Rule(typing.NamedTuple):
@@ -52,7 +52,7 @@ class Layout(typing.NamedTuple):
 
 
 def like(base, arch=None, **changes):
-    """The family `base` with changes. A dict adds entries, also `rules`; None removes an entry. Other columns
+    """The family `base` with changes. Dicts add entries; None removes an entry. Other values
     replace the base's."""
     for key, value in changes.items():
         if isinstance(value, dict):
@@ -91,7 +91,7 @@ def refuse(c, **fields):
 
 SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
-PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # only exact in float32
+PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact only in float32
 ROW = Layout(lambda w: w[0], lambda w: w[None])  # stored (1, n)
 AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 2, 0)))  # two unused rows
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # stored (channels, 1, kernel)
@@ -151,7 +151,7 @@ def rows_mamba_convolution(config, rows):
 # rules ------------------------------------------------------------------------------------------------------
 
 def converted(ours, theirs, read, write):
-    """The rule of a field. read: (config.json's value, GPTConfig's fields) -> our value; write:
+    """The rule for a field. read: (config.json's value, GPTConfig's fields) -> our value; write:
     GPTConfig -> config.json's value."""
     return {theirs: Rule(lambda c, args: c[theirs] is None or args.update({ours: read(c[theirs], args)}),
                          lambda config, c: c.update({theirs: write(config)}))}
@@ -162,7 +162,7 @@ def width_of_shared(config):
 
 
 def shared_width(theirs):
-    """The rule of the total width of all shared experts."""
+    """The rule for the total width of all shared experts."""
     return converted('n_shared_expert', theirs, lambda width, args: width and width // args['d_expert'],
                      width_of_shared)
 
@@ -177,7 +177,7 @@ def letters(config, pattern):
 
 
 def worded(pattern, theirs, words):
-    """The rule of a list with one word per layer. words: {our letter: word}."""
+    """The rule for a list with one word per layer. words: {our letter: word}."""
     ours = {word: one for one, word in words.items()}
 
     def read(given, args):
@@ -189,7 +189,7 @@ def worded(pattern, theirs, words):
 
 
 def listed(pattern, theirs, marked, others):
-    """The rule of a list of the layers with letter `marked`. Other layers have letter `others`."""
+    """The rule for a list that numbers the layers with letter `marked`; other layers have letter `others`."""
     def read(given, args):
         return ''.join(marked if i in given else others for i in range(args['n_layer']))
 
@@ -199,12 +199,12 @@ def listed(pattern, theirs, marked, others):
 
 
 def only(theirs, allowed):
-    """The rule of a field with few supported values. allowed: GPTConfig's fields -> these values."""
+    """The rule for a field with few supported values. allowed: GPTConfig's fields -> these values."""
     return {theirs: Rule(lambda c, args: c[theirs] in allowed(args) or refuse(c, **{theirs: c[theirs]}))}
 
 
 def every(pattern, theirs, usual, other):
-    """The rule of a field with a number n: every n-th layer has the letter `other`."""
+    """The rule for a field with a number n: every n-th layer has the letter `other`."""
     return {theirs: Rule(lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))}
 
 
@@ -241,7 +241,7 @@ def write_deepseek_v2(config, c):
 
 
 def read_indexer(c, args):
-    """Limits the context, because the indexer only matters above index_topk tokens."""
+    """Limits the context, because the indexer matters only above index_topk tokens."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
@@ -324,8 +324,8 @@ def read_gemma(c, args):
 
 
 def read_gemma4(c, args):
-    """Layers without a window, such as the last layer, have other heads. An MLP next to experts is a shared
-    expert."""
+    """Layers without a window, such as the last layer, have heads of their own. An MLP next to experts
+    becomes a shared expert."""
     if pattern := args.get('window_pattern'):
         args['window_pattern'] = (pattern * args['n_layer'])[:args['n_layer'] - 1] + 'L'
     full = dict(head_dim=c['global_head_dim'], num_key_value_heads=c['num_global_key_value_heads'])
@@ -375,7 +375,7 @@ def write_ministral3(config, c):
 
 
 def read_layer_rope(c, args):
-    """Reads one base per layer, either 0 for no rotation or the common base."""
+    """Reads one base per layer: 0 for no rotation, or the common base."""
     bases = c['layer_rope_theta'] or [args['rope_base']]
     args['rope_base'], = {*bases} - {0} or {args['rope_base']}
     args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
@@ -567,7 +567,7 @@ add(
            'mlp.experts.c_proj.weight': 'experts.down_proj'},
     rules={'query_pre_attn_scalar': None,
            **only('use_bidirectional_attention', lambda args: (None, 'vision')),
-           **only('hidden_size_per_layer_input', lambda args: (None, 0)),  # unused without it:
+           **only('hidden_size_per_layer_input', lambda args: (None, 0)),  # these are unused without it:
            'use_double_wide_mlp vocab_size_per_layer_input': UNUSED,
            'per_layer_config global_head_dim num_global_key_value_heads enable_moe_block':
            Rule(read_gemma4, write_gemma4)})
@@ -752,7 +752,7 @@ add('qwen3_5_text', 'qwen3_5_moe_text', 'Qwen3_5ForCausalLM', fixed=dict(shared_
     rules=dict.fromkeys(SHARED_EXPERT))
 add(
     'gemma', 'gemma2', 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
-    rules={'query_pre_attn_scalar': None,  # both of these mean the latter
+    rules={'query_pre_attn_scalar': None,  # both mean gelu_pytorch_tanh
            **only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))})
 add(
     'phi3', 'mistral', 'Phi3ForCausalLM', fixed=dict(partial_rotary_factor=1.0),
@@ -916,7 +916,7 @@ def config_from_hf(c):
         config = GPTConfig(**{name: checked('config.json', name, value, KNOWN)
                               for name, value in read_config(c).items()})
         for i, length in itertools.product(range(config.n_layer), (1, config.block_size)):
-            rope_table(config.at(i).rope_kind, torch.empty(1, 1), length)  # raises for wrong items
+            rope_table(config.at(i).rope_kind, torch.empty(1, 1), length)  # raises an error for wrong items
         return config
     except ValueError as error:
         raise UserError(error) from error
@@ -932,7 +932,7 @@ def read_config(c):
     packed = c.get('quantization_config') or {}
     is_read = packed.get('quant_method') in ('mxfp4', 'fp8')
     if is_read and packed.get('weight_block_size') in (None, [128, 128]):
-        c = c | {'quantization_config': None}  # zoo/hub.py reads these
+        c = c | {'quantization_config': None}  # zoo/hub.py reads such weights
     c = (c.get('attn_config') or {}) | c  # MPT nests these fields
     rules = ' '.join(family.rules).split()
     fields = fields_of(family)
@@ -947,7 +947,7 @@ def read_config(c):
         source = usual if c.keys().isdisjoint(names) else c
         value = next((source[name] for name in names if source.get(name) is not None), None)
         if value is None and names[0] in c and isinstance(usual.get(names[0]), bool):
-            value = False  # null
+            value = False  # null means False
         if isinstance(value, list) and len({*value}) == 1:  # one number per layer
             value = value[0]
         if value is not None:
@@ -1009,7 +1009,7 @@ def read_rope(c, args):
 
 
 def rope_fields(given, c, args):
-    """One rotation -> GPTConfig's fields. Options that the function of its rope_type lacks have no effect."""
+    """One rotation -> GPTConfig's fields. Ignores options that its function in ROPE_SCALINGS lacks."""
     older = {'rope_theta': c.get('rotary_emb_base') or c.get('rope_theta'),
              'partial_rotary_factor': c.get('partial_rotary_factor') or c.get('rotary_pct')}
     rope = {name: value for name, value in (older | given).items() if value is not None}
@@ -1097,7 +1097,7 @@ def write_layers(config, c, family):
 
 
 def canonical(config):
-    """{field: value}, to compare configs. Omits fields that have no effect on one document."""
+    """{field: value}, to compare configs. Omits fields without effect on one document."""
     layers = range(config.n_layer)
     configs = [config.at(i) for i in layers]
     patterns = {name: letters(config, name) for name, value in vars(config).items()
@@ -1109,7 +1109,7 @@ def canonical(config):
               'attn_scale': [round(scale(own), 9) for own in configs],
               'logit_scale': round(config.logit_scale, 9),
               'd_ff': config.d_ff if 'D' in patterns['expert_pattern'] else None,
-              'bias': None, 'n_dense_layer': None, 'window': None,  # in other values
+              'bias': None, 'n_dense_layer': None, 'window': None,  # other values contain them
               'document_token': None}
     return {name: value for name, value in values.items()
             if 'training' not in KNOWN[name].rules and not unmet(KNOWN[name].rules, {}, vars(config))}
@@ -1196,7 +1196,7 @@ def plan(model, family, rename=str):
             ends = itertools.accumulate(widths[:len(theirs) - 1])
             rows = [slice(*both) for both in itertools.pairwise([0, *ends, None])]
 
-        # (expert, row, column)
+        # an index is (expert, row) or (row,)
         layout = family.layouts.get(name, SAME)
         experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
         is_experts = module.startswith('mlp.experts')

@@ -56,13 +56,13 @@ KEYS = {  # llama.cpp's key: GPTConfig's field
     'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
 SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
            'rope.scaling.original_context_length': 'original_max_position_embeddings'}
-OTHERS = {  # config.json's fields that are no field of GPTConfig
+OTHERS = {  # config.json's names for fields that FIELDS lacks
     'rope_base': ['rope_theta'], 'window': ['sliding_window'],
     'rope.freq_base_swa': ['rope_local_base_freq']}
-NEUTRAL = {  # what llama.cpp reads too (llama-model.cpp, load_hparams): the only supported values
+NEUTRAL = {  # further keys of llama.cpp (llama-model.cpp, load_hparams): the only supported values
     'attention.causal': True, 'attention.sliding_window_pattern': None, 'expert_group_count': 0,
     'nextn_predict_layers': 0, 'rope.scale_linear': 1.0, 'rope.scaling.attn_factor': 1.0}
-BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # these of 27B scale by the width per head (load_arch_hparams)
+BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # 27B models: the scale is from n_embd / n_head (load_arch_hparams)
 PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
 STACKED_EXPERTS = {
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
@@ -110,7 +110,7 @@ def rope_keys(config, arch):
 def save_gguf(model, tokenizer, path, dtype=None, family=None):
     """Writes a file for llama.cpp. dtype: for matrices; None: the model's. family: a key of
     ARCHITECTURES; None: the model's, else the first that fits. Raises UserError and writes nothing
-    if llama.cpp does not support the model, or if the file exists."""
+    if the file exists or llama.cpp does not support the model."""
     gguf = package('gguf', *NEED)
     config = model.config
     path = pathlib.Path(path)
@@ -153,8 +153,8 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
 
 @functools.lru_cache(maxsize=1)
 def contents(path):
-    """A file's (keys, {name: Stored}). Cached: reading takes seconds, and the tokenizer needs the
-    keys too."""
+    """A file's (keys, {name: Stored}). Cached, because reading takes seconds and the tokenizer needs
+    the keys too."""
     gguf = package('gguf', *NEED)
 
     class Reader(gguf.GGUFReader):
@@ -217,7 +217,7 @@ def read_gguf(path):
 # tokenizers -------------------------------------------------------------------------------------------------
 
 ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]
-LLAMA_3 = 'falcon3', 'llama3', 'llama-v3', 'llama-bpe'  # llama.cpp's names of one pattern
+LLAMA_3 = 'falcon3', 'llama3', 'llama-v3', 'llama-bpe'  # llama.cpp's names for one pattern
 PATTERNS = {  # llama.cpp's name: a pattern that finds words
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
     **dict.fromkeys(('dbrx', 'smaug-bpe', *LLAMA_3), WORD_PATTERN),  # exports use the last name

@@ -2,11 +2,11 @@
 Reads and writes published models.
 
     python zoo/hub.py Qwen/Qwen3-0.6B      # describes a model; a folder or .gguf file also works
-    python zoo/hub.py export out/ folder   # writes a run of train.py for transformers
-    python zoo/hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # writes a file for llama.cpp
+    python zoo/hub.py export out/ folder   # exports a run of train.py for transformers
+    python zoo/hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # exports for llama.cpp
     python zoo/hub.py families             # lists the supported families
 
-huggingface_hub's environment variables, such as HF_TOKEN, apply. Weights are never read from pickles.
+huggingface_hub's environment variables, such as HF_TOKEN, apply. Never reads weights from pickles.
 """
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import types
 
-if __name__ == '__main__':  # import from the folder above
+if __name__ == '__main__':
     sys.path[0] = os.path.abspath(__file__ + '/../..')
 
 from configurator import UserError, check_values, configure, naming, package, plain, reading
@@ -73,7 +73,7 @@ def read_json(folder, name):
 
 
 def weight_names(folder):
-    """Names of the files with weights, or a pattern. If model.safetensors exists, ignores the index, which an
+    """Names or patterns of the files with weights. If model.safetensors exists, ignores the index, which an
     earlier save may have left."""
     if INDEX in (names := os.listdir(folder)) and 'model.safetensors' not in names:
         return sorted({*map(os.path.basename, read_json(folder, INDEX)['weight_map'].values())})
@@ -100,14 +100,14 @@ def read_headers(folder):
 
 
 def computed(function, *parts):
-    """Stored.open of a tensor that the function computes from stored parts."""
+    """A Stored.open for a tensor that `function` computes from stored parts."""
     def read(name):
         return function(*(one.open().get_tensor(one.name) for one in parts))
     return lambda: types.SimpleNamespace(get_tensor=read)
 
 
 def from_mxfp4(blocks, scales):
-    """blocks (E, n_out, groups, 16): bytes of two numbers, the lower bits first; scales (E, n_out, groups):
+    """blocks (E, n_out, groups, 16): bytes with two numbers, the lower bits first; scales (E, n_out, groups):
     exponents of 2, plus 127 -> (E, n_in, n_out) bfloat16 (OCP Microscaling Formats 1.0)."""
     if blocks.ndim > 3:  # expert by expert, because decoding needs much memory
         return torch.stack([from_mxfp4(*one) for one in zip(blocks, scales)])
@@ -122,7 +122,7 @@ def from_fp8(w, scale):
     return (w.float() * scale.float()).bfloat16()
 
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # without the sign, the highest bit
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # magnitudes; the highest bit is the sign
 E2M1 = torch.cat((E2M1, -E2M1))
 
 
@@ -134,7 +134,7 @@ def bare(name):
 
 
 def check(parts, stored, model, family, folder):
-    """Raises UserError, naming all tensors that are missing, unexpected, differently shaped or quantized."""
+    """Raises UserError for missing, unexpected, differently shaped or quantized tensors."""
     from sample import IGNORED
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     others = f"{family.names['lm_head']}.weight",  # a tied head
@@ -187,9 +187,9 @@ def read_published(path):
 
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
-    """A folder, a GGUF file or an id on the hub -> GPT. dtype: for the weights; None: as stored; int8: keep
-    large weights in 8 bits; changes: fields of GPTConfig. Raises OSError for missing files, and ValueError
-    that names everything that does not fit."""
+    """A folder, GGUF file or hub id -> GPT. dtype: for the weights; None: as stored; int8: keep
+    large weights in 8 bits; changes: fields of GPTConfig. Raises OSError for missing files, and a
+    ValueError that names everything that does not fit."""
     folder = fetch(folder_or_id)
     c, config, (family, renamed), stored = read_published(folder)
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):
@@ -229,10 +229,10 @@ def tokenizer_files(tokenizer, model):
 
 
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
-    """Writes a folder for transformers. tokenizer: may be None. dtype: None: the model's. family: a
+    """Writes a folder for transformers. tokenizer: may be None. dtype: if None, the model's. family: a
     key of FAMILIES; None: the model's, or the first that fits. Raises UserError if the family cannot
-    compute what the model computes or the folder is not empty, OSError or SafetensorError if writing
-    fails. Errors leave the folder unchanged."""
+    represent the model or the folder is not empty, OSError or SafetensorError if writing fails. Errors leave
+    the folder unchanged."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     family = family or getattr(model, 'family', None)
@@ -277,8 +277,8 @@ REMEDIES = {  # error of huggingface_hub -> remedy
 
 
 def fetch(name, weights=True):
-    """A path or an id on the hub -> a path. Without weights, downloads only FILES. Otherwise downloads
-    the weights too if config.json is supported. Raises OSError."""
+    """A path or hub id -> a path. Downloads FILES, and the weights if `weights`
+    is True and config.json is supported. Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
     repo = name if '/' in name else f'openai-community/{name}'  # nanoGPT's names for GPT-2
@@ -287,7 +287,7 @@ def fetch(name, weights=True):
     def download(patterns, revision=None):
         try:
             return hub.snapshot_download(repo, revision=revision, allow_patterns=patterns)
-        except Exception as error:  # also httpx's
+        except Exception as error:  # also errors of httpx
             raise OSError(f"{name} is not a path here, and downloading it failed: "
                           f"{REMEDIES.get(type(error).__name__, error)}") from error
 
@@ -299,7 +299,7 @@ def fetch(name, weights=True):
 
 
 def describe(name, folder):
-    """Prints a summary of a model, and next commands."""
+    """Prints a model's summary and next commands."""
     c, config, _, stored = read_published(folder)
     with torch.device('meta'):
         model = GPT(config)
@@ -317,7 +317,7 @@ def describe(name, folder):
     start, data = "--start='Once upon a time'", 'my.txt'
     if tokenizer.chat_template:
         start, data = '--chat', f'chats.jsonl --block_size={min(config.block_size, 1024)}'
-    name = shlex.quote(name if '/' in name else folder)  # prepare.py does not know gpt2-xl
+    name = shlex.quote(name if '/' in name else folder)  # prepare.py rejects gpt2-xl
     print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} {start}",
           f"prepare.py {data} --tokenizer={name} --out=mine",
           f"train.py --init_from={name} --dataset=mine --out_dir=out-mine",

@@ -1,4 +1,4 @@
-"""Reads published tokenizers, and writes tokenizer.json for our own."""
+"""Reads published tokenizers, and writes our own as tokenizer.json."""
 import functools
 import json
 import os
@@ -48,7 +48,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def unmarking(self):
-        """The library's tokenizer, which also removes MARKs after finding special tokens."""
+        """Like self.library, but removes MARKs after finding special tokens."""
         spec = json.loads(self.source)
         steps = [{'type': 'Replace', 'pattern': {'String': MARK}, 'content': ''}, spec.get('normalizer')]
         spec['normalizer'] = {'type': 'Sequence', 'normalizers': [*filter(None, steps)]}
@@ -64,7 +64,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def can_cut(self):
-        """Llama 2 cannot encode a text in pieces, because it adds a space to each text."""
+        """False for tokenizers like Llama 2's, which add a space to each text."""
         parts = 'a', ' b', '\nc'
         return (not any(CUT.search(token.decode(errors='ignore')) for token in self.tokens.values())
                 and self.encode_chat(''.join(parts)) == [i for part in parts for i in self.encode_chat(part)])
@@ -108,7 +108,7 @@ FILES = ['tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', '
 
 
 def json_object(path):
-    """The object in a JSON file, {} if it is missing."""
+    """The object in a JSON file, {} if the file is missing."""
     with reading(path):
         return {**json.loads(path.read_bytes())} if path.exists() else {}  # other values raise TypeError
 
@@ -130,7 +130,7 @@ def json_tokenizer(path):
         i for name in ('generation_config.json', 'config.json')
         for i in np.ravel(json_object(files[name]).get('eos_token_id')).tolist()]
     with reading(files['tokenizer.json']):
-        source = files['tokenizer.json'].read_bytes().decode()  # bytes keep line ends
+        source = files['tokenizer.json'].read_bytes().decode()  # read_text would change line ends
         library = library_tokenizer(source)
         if more and library.add_tokens([
                 package('tokenizers').AddedToken(**token) for token in more.values()]):

@@ -1,6 +1,6 @@
 """
-Replaces linear layers by low-rank adapters (LoRA), which train few parameters, or by 8-bit weights, which
-need less memory.
+Replaces linear layers by low-rank adapters (LoRA), to train few parameters, or by 8-bit weights, to save
+memory.
 """
 import contextlib
 import os
@@ -44,7 +44,7 @@ class LoRALinear(nn.Module):
 @torch.no_grad()
 def add_lora(model, rank, alpha, targets):
     """Freezes a GPT and replaces linear layers in its blocks by LoRALinear, with scale alpha / rank. targets:
-    ends of names, such as 'mlp.c_proj'."""
+    ends of layer names, such as 'mlp.c_proj'."""
     modules = dict(model.h.named_modules())
     chosen = set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
@@ -96,7 +96,7 @@ def start_lora(model, config, loaded):
 
 
 def checksum(path, model):
-    """Sums the weight bits of a checkpoint, or of a published model that was loaded in float32."""
+    """Sums the weights' bit patterns in a checkpoint, or in a published model loaded in float32."""
     from sample import is_published, read_checkpoint
     weights = read_checkpoint(path)['model'] if not is_published(path) else {
         name: w for name, w in model.state_dict().items() if name != 'wpe.weight'}  # block_size crops wpe
@@ -104,7 +104,7 @@ def checksum(path, model):
 
 
 def adapted_model(checkpoint, state, merge, changes):
-    """Loads the base model of a checkpoint, and adds its adapters, `state`. The base is at its old path, at
+    """Loads the base model of a checkpoint, and adds the adapters in `state`. The base is at its old path, at
     the same path relative to the adapters, at `base` in their folder, or on the hub."""
     from sample import CHANGEABLE, is_published, load
     lora = checkpoint['lora']
@@ -135,8 +135,8 @@ def adapted_model(checkpoint, state, merge, changes):
 # eight bits -------------------------------------------------------------------------------------------------
 
 def quantize_rows(w, dtype):
-    """w (..., n_in) -> int8 of the same shape, and a scale (...) of dtype per row. Their product differs from
-    w by at most half a scale ("vector-wise", arXiv:2208.07339)."""
+    """w (..., n_in) -> int8 of the same shape, and one scale of dtype per row, (...). Their product differs
+    from w by at most half a scale ("vector-wise", arXiv:2208.07339)."""
     scale = (w.abs().amax(dim=-1).float() / 127).to(dtype)
     steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
     return steps.round_().clamp_(-127, 127).to(torch.int8), scale
@@ -145,12 +145,12 @@ def quantize_rows(w, dtype):
 def int8_linear(x, w, scale, bias=None):
     """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows = x.numel() // x.shape[-1]
-    x = x.half() if scale.dtype is torch.float16 else x  # the stream of float16 weights is float32
+    x = x.half() if scale.dtype is torch.float16 else x  # the residual stream is float32
     scale = scale.to(x.dtype)
     few = x.device.type == 'cpu' and rows <= INT8_ROWS
     if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # this kernel is slow for other widths
         y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
-    elif few and torch.compiler.is_compiling():  # one loop without a float32 copy of w
+    elif few and torch.compiler.is_compiling():  # compiles to one loop without a float32 copy of w
         y = (x[..., None, :] * w).sum(dim=-1) * scale
     elif x.dtype is torch.float16:  # the product without scale may overflow
         y = F.linear(x, w.to(x.dtype) * scale[:, None])
@@ -164,14 +164,14 @@ INT8_ROWS = 16  # with more rows, converting w first is faster
 
 
 class Int8Linear(nn.Module):
-    """A Linear or FusedLinear with an int8 weight and a scale of `dtype` per row."""
+    """A Linear or FusedLinear with an int8 weight and one scale of `dtype` per row."""
 
     def __init__(self, base, dtype):
         super().__init__()
         weight, scale = quantize_rows(base.weight, dtype)
         self._parameters['weight'] = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
-        for name in 'bias', 'widths', 'loop':  # None if absent
+        for name in 'bias', 'widths', 'loop':
             setattr(self, name, getattr(base, name, None))
 
     @property
@@ -211,8 +211,8 @@ IN_8_BITS = {Linear: Int8Linear, FusedLinear: Int8Linear, Embedding: Int8Embeddi
 
 @torch.no_grad()
 def quantize_weights(model, dtype):
-    """Converts the large weights of a model to int8 with scales of dtype. The model cannot be
-    trained afterwards. c_kv is not converted, because the mixer reads the weight."""
+    """Converts a model's large weights to int8 with scales of dtype. The model cannot be trained
+    afterwards. Skips c_kv, because the mixer reads its weight."""
     for name, module in list(model.named_modules()):
         is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 'router', 'shared_gate')
         if is_large and type(module) in IN_8_BITS:
