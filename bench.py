@@ -5,8 +5,8 @@ Measures how fast a model is and how much memory it needs.
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # parameters, FLOPs, KV cache
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
 
---vs also times another implementation, alternately: uncompiled transformers with the same weights, or a
-clone of nanoGPT with the same shape.
+--vs times flatgpt and another implementation alternately: transformers (uncompiled, with the same weights),
+or a clone of nanoGPT (with the same shape).
 """
 import collections
 import contextlib
@@ -38,10 +38,10 @@ from configurator import (
     use_parts,
 )
 
-init_from = 'scratch'             # scratch (random weights), or as in train.py
+init_from = 'scratch'             # scratch (random weights), or as in sample.py
 dataset = ''                      # sets a new model's vocabulary
 json: bool | str = False          # True: also print JSON; a path: append to that file
-dtype = 'auto'                    # float32, bfloat16, float16; auto: the fastest here
+dtype = 'auto'                    # float32, bfloat16, float16; auto: the fastest here (params: bfloat16)
 # train and decode [if command in ('train', 'decode')]
 device = 'auto'                   # as in train.py
 batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode. Only train uses a
@@ -98,7 +98,7 @@ def seconds_each(items):
 
 
 def timed(calls, steps, counts=(1,)):
-    """Returns a timing function -> (steps,) seconds: the times of the calls, weighted by `counts`."""
+    """Returns a function -> (steps,) seconds: per step, the sum of the calls' times, weighted by `counts`."""
     def side():
         for f in calls:
             f()
@@ -108,7 +108,7 @@ def timed(calls, steps, counts=(1,)):
 
 
 def take_turns(sides, rounds):
-    """sides: {name: function that returns seconds}, called alternately -> {name: (rounds, ...)}."""
+    """Calls functions alternately. sides: {name: function that returns seconds} -> {name: (rounds, ...)}."""
     turns = [{name: side() for name, side in sides.items()} for _ in range(1 + rounds)]
     return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # the first is a warm-up
 
@@ -145,12 +145,12 @@ def report(model, machine, times, tokens):
 
 
 def json_output(where):
-    """Opens the output for the setting json before measuring: stdout or a file."""
+    """Opens the output of --json (stdout or a file) before the measurement."""
     return sys.stdout if where is True else open(where, 'a', encoding='utf-8') if where else None
 
 
 def print_json(file, **numbers):
-    """Prints the numbers as JSON to a json_output."""
+    """Prints the numbers as JSON. file: from json_output."""
     if file:
         print(dumps({'command': sys.argv, **numbers, 'torch': torch.__version__}), file=file, flush=True)
 
@@ -173,9 +173,10 @@ def named_model(config, model_args, device, dtype=torch.float32):
 
 def cache_bytes(model, lengths, dtype):
     """{length: bytes of a sequence's KV cache and states}, without the slot for padding."""
-    with torch.device('meta'):  # a cache cannot be longer than block_size
+    with torch.device('meta'):
+        # a cache cannot be longer than block_size
         model = GPT(dataclasses.replace(model.config, block_size=max(lengths)))
-    model.compute_dtype = lambda: dtype  # a meta device has no autocast
+    model.compute_dtype = lambda: dtype  # as under autocast, which a meta device lacks
     caches = {length: model.make_cache(1, length) for length in lengths}
     return {length: sum(x[:, :, :-1].nbytes for x in itertools.chain(*cache.slots)) +
             sum(x.nbytes for x in itertools.chain(*cache.states)) for length, cache in caches.items()}
@@ -223,7 +224,7 @@ def precision_of_others(device):
 # how large --------------------------------------------------------------------------------------------------
 
 def measure_params(config, model_args):
-    """Prints a model's parameters, FLOPs and cache without allocating weights."""
+    """Prints a model's parameters, FLOPs and cache size."""
     dtype = torch_dtype('bfloat16' if config['dtype'] == 'auto' else config['dtype'])
     model = named_model(config, model_args, 'meta')
     n_params, n_active, flops = print_counts(
@@ -283,7 +284,7 @@ def print_counts(title, heads, counts, texts):
 
 
 def print_parameters(model, title, params, mixer=None):
-    """Prints one row per projection, and per product without weights."""
+    """Prints one row per parameter (if fused, per projection) and per product without weights."""
     counts = {}
     texts = {}
     length = model.config.block_size
@@ -335,7 +336,7 @@ def our_step(model, forward, batch, machine, config):
 
 
 def other_step(other, batch, machine):
-    """The same two functions for transformers or nanoGPT."""
+    """The two functions of our_step, for transformers or nanoGPT."""
     x, y = batch
     is_nanogpt = hasattr(other, 'configure_optimizers')
     on_cpu = machine.device == 'cpu'
@@ -375,7 +376,7 @@ def measure_train(config, model_args):
     for name, other in load_other(config['vs'], model).items():
         steps[name] = other_step(other.train(), batch, machine)
     accumulation = config['gradient_accumulation_steps']
-    # time the first micro-batch, and a later one, which adds gradients
+    # counts of first and later micro-batches, timed apart because only later ones add to gradients
     counts = [1, accumulation - 1][:accumulation]
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
@@ -475,7 +476,7 @@ if __name__ == '__main__':
     check_values(settings, config, globals())
     check_effects(settings, fields | config, globals())
     if given.get('dataset') == 'flags':
-        Bins(data_folder(dataset), 'val')  # raises FileNotFoundError
+        Bins(data_folder(dataset), 'val')  # raises FileNotFoundError if not prepared
     if command != 'train' and given.get('batch_size') != 'flags':
         config['batch_size'] = None
     print_json(json_output(json), **COMMANDS[command](config, model_args))

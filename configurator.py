@@ -9,11 +9,10 @@ A setting is a line above configure(...), or a field of GPTConfig in model.py:
 Its type is its annotation, or the type of its default. Brackets in its remark are rules:
     [< 1]           a condition for the value; [in TABLE] requires a key of the script's TABLE. Numbers must
                     be at least 0, unless the default is negative or a rule begins with >
-    [if condition]  if false, the flag has no effect and raises an error. A rule in a comment line applies
-                    up to the next comment line
+    [if condition]  if false, the setting has no effect, so its flag raises an error. A rule in a comment
+                    line applies to all settings up to the next comment line
     docs/design.md explains the marks [fixed], [length], [changeable], [random] and [training]
-configure reads settings from source text, because imports are slow. Helpers in a config file begin with _
-or are in upper case.
+In a config file, helper variables begin with _ or are in upper case.
 """
 import ast
 import builtins
@@ -83,7 +82,7 @@ def declared(path):
     group = []
     for match in SETTING.finditer(text):
         above, name, kinds, default, remark = match.groups('')
-        # 'bool | list[int]' -> bool, list[int]; Literals and tables become str
+        # 'bool | list[int]' -> bool, list[int]; Literals and names of tables become str
         with contextlib.suppress(SyntaxError, ValueError):
             default = ast.literal_eval(default)
             kinds = re.sub(r"(?<!list)\[.*?\]|'", '', kinds or type(default).__name__)
@@ -105,12 +104,12 @@ def marked(path, mark):
 
 
 def fit(value, kinds):
-    """Converts a value or Python literal to one of these types; 1e6 can become an int."""
+    """Converts a value, or the text of a literal, to a type in kinds; 1e6 can become an int."""
     if isinstance(value, str):
         spelled = {'true': 'True', 'false': 'False'}.get(value, value)
         with contextlib.suppress(ValueError, SyntaxError, OverflowError):
             return fit(ast.literal_eval(spelled), [kind for kind in kinds if kind != 'str'])
-    if type(value).__name__.removesuffix('Type') in kinds:  # None has NoneType
+    if type(value).__name__.removesuffix('Type') in kinds:  # 'NoneType' -> 'None'
         return value
     for kind in kinds:
         if kind.startswith('list[') and isinstance(value, list):
@@ -181,7 +180,7 @@ Configured = collections.namedtuple('Configured', 'config model_args words given
 
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, tune_file=None,
               texts=False):
-    """Overrides a script's settings by config files and flags, and prints the changes.
+    """Overrides a script's settings with config files and flags, and prints the changes.
 
     settings: the script's globals(). model_config: 'GPTConfig' if its fields are settings too. words: the
     number of plain words allowed. default_file: used if the command names neither a model nor a config
@@ -214,7 +213,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     given = {}
     files = []
     replaced = []
-    # config files serve several scripts
+    # config files may have settings of other scripts
     shared = declared(ROOT / 'train.py') | declared(ROOT / 'model.py') | known
     for arg in args:
         if arg.startswith('-'):
@@ -255,16 +254,16 @@ def replaced_names(file):
 
 def use_parts(settings, script):
     """Extends the script's tables by tables of config files. If a config file defines patch(script), calls
-    it with the script's module, whose functions and classes patch may replace. script: the script's
+    it with the script's module. patch may replace functions and classes there. script: the script's
     globals(). Returns the changed names."""
     replaced = [*settings.replaced]
     tables = {}
     code = ''.join(path.read_text('utf-8') for path in ROOT.glob('*.py'))
-    known = {*re.findall(r'^(?:def|class) (\w+)', code, re.M)}  # a file may patch several scripts
+    known = {*re.findall(r'^(?:def|class) (\w+)', code, re.M)}
     for found in settings.files:
         for name, value in found.items():
             table = script.get(name, value)
-            if not name.isupper() or table is value:  # imported, or not the script's
+            if not name.isupper() or table is value:  # no table, an imported one, or not the script's
                 continue
             if not isinstance(table, dict):
                 raise UserError(f"a config file sets {name}, which is no table: replace it in patch(script)")
@@ -294,7 +293,7 @@ def unmet(rules, tables, values):
 
 def check_values(settings, values, tables):
     """Raises UserError if a given value breaks a rule. tables: the script's globals()."""
-    for name in filter(values.__contains__, reversed(settings.given)):  # flags first
+    for name in filter(values.__contains__, reversed(settings.given)):  # the last first, usually flags
         for rule in settings.known[name].rules:
             given = values[name] if isinstance(values[name], list) else [values[name]]
             is_condition = re.match('[<>=!]|in ', rule) and values[name] is not None
@@ -323,7 +322,7 @@ def reading(path):
     except (UserError, ImportError, FileNotFoundError):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.filename:  # an unreadable file
+        if isinstance(error, OSError) and error.filename:  # its message names the file
             raise
         cause = f'{type(error).__name__}: {error}'
         if name := re.search(r'GLOBAL (\S+)', cause):  # torch.load's message is long
@@ -336,8 +335,8 @@ def reading(path):
 
 @contextlib.contextmanager
 def naming(fields):
-    """Converts a ValueError of model.py to UserError. If torch fails, the UserError lists these
-    fields of GPTConfig."""
+    """Converts a ValueError of model.py to UserError. If torch fails, the UserError lists
+    `fields`, {field of GPTConfig: value}."""
     try:
         yield
     except ValueError as error:
@@ -368,8 +367,8 @@ def one_line_errors(kind, error, trace):
 # the machine ------------------------------------------------------------------------------------------------
 
 def runtime(device, dtype, seed=1337, bound_by_memory=False):
-    """Chooses device and dtype, and seeds torch. bound_by_memory: whether reading weights takes longest.
-    Raises UserError if the device or dtype is unavailable."""
+    """Chooses device and dtype, and seeds torch. bound_by_memory: whether reading weights takes most
+    time. Raises UserError if the device or dtype is unavailable."""
     import torch
     device = choose_device(device)
     kind = device.partition(':')[0]
@@ -380,13 +379,12 @@ def runtime(device, dtype, seed=1337, bound_by_memory=False):
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name()
         fastest = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-        precision = 'high'  # TF32: exact for 16-bit inputs; rounds others to 10 bits
+        precision = 'high'  # TF32: exact for 16-bit inputs; rounds others to 10 mantissa bits
     elif kind == 'cpu':
         keep_freed_memory()
-        # bfloat16 halves the bytes of weights
         if bound_by_memory or cpu_has_bfloat16():
             fastest = 'bfloat16'
-        # oneDNN is 2.5 times as fast as MKL on AMD, but slower and inexact on Intel
+        # 'medium' uses oneDNN, which is 2.5 times as fast as MKL on AMD, but slower and inexact on Intel
         cpu = Path('/proc/cpuinfo')
         if cpu.exists() and 'AuthenticAMD' in cpu.read_text('utf-8'):
             precision = 'medium'
@@ -446,17 +444,17 @@ def can_compile(device):
 
 
 def resolve_compile(compile, device, flops):
-    """Resolves 'auto'. flops: this rank's training FLOPs. The limits are what a GPU or two CPU
-    cores compute in two minutes without compilation."""
+    """Resolves 'auto'. flops: this rank's training FLOPs. The limits are the FLOPs of two
+    minutes of eager training on one GPU, and on two CPU cores."""
     if compile != 'auto':
         return compile
     return device != 'mps' and flops > (4e15 if 'cuda' in device else 1.4e13) and can_compile(device)
 
 
 def compile_model(model, device):
-    """Returns a compiled model(...), without changing the model."""
+    """Returns a compiled version of the model, without changing the model."""
     import torch
-    # eager random numbers are fast on a CPU
+    # on a CPU, eager mode's random numbers are faster
     return torch.compile(model, dynamic=False,
                          options=None if 'cuda' in device else {'fallback_random': True})
 
@@ -493,7 +491,7 @@ def peak_flops(device, dtype):
 
 
 def peak_mb(device):
-    """Peak memory of the CUDA device, or of this process, in MiB; None on Windows."""
+    """Peak memory of the CUDA device in MiB, or else of this process (None on Windows)."""
     if 'cuda' in device:
         import torch
         return torch.cuda.max_memory_allocated(device) / 2**20

@@ -1,9 +1,6 @@
 """
-Further layers, which model.py imports if a config needs them. model.py explains the letters in shapes, and
-its ForwardContext explains a mixer's contract.
-
-    A  attention with options         M  latent attention (DeepSeek)
-    D  Gated DeltaNet (Qwen3-Next)    K  Kimi Delta Attention    B  Mamba-2    C  short convolution (LFM2)
+Further layers, which model.py imports if a config needs them. See model.py for the letters in shapes, and
+ForwardContext for a mixer's contract.
 """
 import functools
 import math
@@ -84,7 +81,7 @@ class VariantAttention(Attention):
 class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Projects the keys and values
     of all heads from one latent per token; the cache keeps this latent and one rotary key. With a cache,
-    forward projects queries and outputs instead if this is cheaper (section 2.1.2)."""
+    forward projects queries and outputs instead of keys and values, if this is cheaper (section 2.1.2)."""
 
     @classmethod
     def defaults(cls, config):
@@ -227,8 +224,8 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
     kept = carried[..., -1, :, None]
     before = state[:, :, None]  # the state before each chunk
     if q.shape[2] > 1:
-        # A chunk changes the state S to keep @ S + add, or keep * S + add. The loop computes only this,
-        # because torch.compile unrolls it.
+        # A chunk changes the state S to keep @ S + add (if corrects) or to keep * S + add. torch.compile
+        # unrolls the loop, so it computes only S.
         added = writing @ written
         keeps = kept * torch.eye(k.shape[-1], device=k.device) - writing @ read if corrects else kept
         states = [state]
@@ -243,8 +240,8 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
 
 def decayed_scores(q, k, total):
     """(..., C, C): the sum over channels of q_i k_j exp(total_i - total_j), for i >= j. q, k and total are
-    (..., C, channels), and C is a power of two. exp(-total) would overflow. Therefore, for each pair of
-    adjacent blocks, keys decay to the end of the earlier block, and queries decay from there."""
+    (..., C, channels), and C is a power of two. The factor exp(-total_j) would overflow. Therefore, for
+    each pair of adjacent blocks, keys decay to the end of the earlier block, and queries decay from there."""
     score = (q * k).sum(-1)[..., None, None]
     half = 1  # block length
     while half < q.shape[-2]:
@@ -364,7 +361,7 @@ def dt_init(w):
 # short convolution, Mamba-2, Kimi Delta Attention -----------------------------------------------------------
 
 class ShortConvolution(Mixer):
-    """after * conv(before * x), all three projected from the input: LFM2, arXiv:2511.23404."""
+    """after * conv(before * x), with after, before and x projected from the input: LFM2, arXiv:2511.23404."""
 
     documents = True
 

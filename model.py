@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model. A pattern has one letter per layer and repeats. If an
-    annotation names a table, the choices are the table's keys. configurator.py explains the
-    rules in brackets. Raises a ValueError that lists all problems."""
+    """Everything that defines a model. Layer i uses letter i of a pattern, which repeats. If a field's
+    annotation names a table, the table's keys are the field's choices. configurator.py explains
+    the rules in brackets. Raises a ValueError that lists all problems."""
     # Qwen3's fields
     block_size: int = 1024           # maximum sequence length [changeable]
     vocab_size: int = 50304          # GPT-2's 50257, rounded up
@@ -71,11 +71,11 @@ class GPTConfig:
     document_token: int | None = None  # starts a document; tokens see only their document [changeable]
                                      # [if (document_token or 0) < vocab_size]
     # mixers: layers that mix tokens
-    mixer_pattern: 'MIXERS | None' = None  # A attention, M latent attention, D Gated DeltaNet, C short
-                                     # convolution, B Mamba-2, K Kimi Delta Attention (Qwen3-Next: 'DDDA');
-                                     # None: A, or M with kv_lora_rank
+    mixer_pattern: 'MIXERS | None' = None  # A: attention, M: latent attention, D: Gated DeltaNet
+                                     # (Qwen3-Next: 'DDDA'), C: short convolution, B: Mamba-2, K: Kimi Delta
+                                     # Attention; None: A, or M with kv_lora_rank
     # windows of attention [if mixer_pattern.strip('BCDK')]
-    window: int | None = None        # tokens that S layers see, including the current token
+    window: int | None = None        # tokens in a sliding window, including the current token
                                      # [if window_pattern]
     window_pattern: Literal['S', 'L', 'C'] | None = None  # S: sliding window, L: all tokens (Gemma 2: 'SL'),
                                      # C: only the current chunk of `window` tokens (Llama 4)
@@ -85,7 +85,7 @@ class GPTConfig:
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0: off
     attn_sink: bool = False          # a learned logit per head in the softmax's denominator (gpt-oss)
     attn_gate: bool | Literal['head'] = False  # a sigmoid gate on the output (arXiv:2505.06708); True: per
-                                     # element, head: per head
+                                     # element; head: per head
     clip_qkv: float = 0.0            # bound of queries, keys and values (OLMo 1.7); 0: off
     k_eq_v: bool = False             # values are the keys before norm and rotation (Gemma 4)
     v_norm: bool = False             # normalises values, without learned weights (Gemma 4)
@@ -130,7 +130,7 @@ class GPTConfig:
     n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066)
     shared_gate: bool = False        # a sigmoid gate on shared experts [if n_shared_expert]
     d_expert: int | None = None      # width of an expert; None: d_ff
-    n_dense_layer: int = 0           # first layers without experts (DeepSeek)
+    n_dense_layer: int = 0           # layers at the start that have no experts (DeepSeek)
     expert_input_scale: bool = False  # router weights multiply the experts' input (Llama 4)
     expert_norms: bool = False       # norms before router and experts, and after experts (Gemma 4)
     router: 'ROUTERS' = 'softmax'    # softmax (Mixtral), sigmoid (DeepSeek-V3)
@@ -151,7 +151,7 @@ class GPTConfig:
         complete(self)
 
     def at(self, layer):
-        """The config of a layer. A layer with a window has the values in `local`."""
+        """The config of a layer."""
         if not self.local or self.window_of(layer) is None:
             return self
         return dataclasses.replace(self, **self.local, local=None)
@@ -195,7 +195,7 @@ class Tag(typing.NamedTuple):
 
 
 GROUPS = {  # group of parameters (a key in --lr_scales) -> whether it has weight decay
-    'matrix': True,  # Muon may orthogonalise these
+    'matrix': True,  # parameters that Muon may orthogonalise
     'embedding': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
 }
@@ -274,7 +274,7 @@ def rms_norm(x, weight, bias, eps):
 
 
 class Norm(nn.Module):
-    """Normalises the last dimension in float32. is_unit: without weight and bias."""
+    """Normalises the last dimension in float32."""
 
     def __init__(self, width, config, is_unit=False, eps=None):
         super().__init__()
@@ -347,7 +347,7 @@ class Mixer(nn.Module):
 
 
 class BaseAttention(Mixer):
-    """A subclass sets scale and head_widths, the widths of a head's key and value."""
+    """A subclass sets `scale` and `head_widths`, the widths of a head's key and value."""
 
     documents = can_slide = True
 
@@ -495,7 +495,7 @@ class GPT(nn.Module):
         self.config = config
         tied = config.tie_word_embeddings
         C = config.n_embd
-        # if tied, a token's logit for itself starts at n_embd * std
+        # if tied, a token's initial logit for itself, n_embd * std, must not exceed 4
         init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
         self.wte = Embedding(config.vocab_size, C, init)
         self.wpe = Embedding(config.block_size, C, init) if config.pos == 'learned' else None
@@ -519,8 +519,8 @@ class GPT(nn.Module):
         """idx (B, T) int64 -> logits (B, T, vocab_size) float32, or with targets (B, T) -> (loss, aux).
 
         loss     mean cross entropy over the targets that are not negative
-        aux      with experts, 'balance' and 'z' (0-d, means over layers) and 'load' (layers, experts),
-                 how often each expert was chosen; in training, 'mtp' (0-d) if config.mtp
+        aux      experts add 'balance' and 'z' (0-d, means over layers), and 'load' (layers, experts), which
+                 counts how often each expert was chosen; in training, config.mtp adds 'mtp' (0-d)
         cache    idx continues the rows of this cache and is appended to it
         keep     returns the logits of only the last `keep` tokens of each row
         lengths  (B,), tokens per row of idx; padding follows them
@@ -611,24 +611,24 @@ class ForwardContext:
     Mixer and write forward(x, context): (B, T, C) -> (B, T, C). No token may depend on later tokens. Give
     the class a letter in MIXERS. A mixer sets
 
-    rope_kind   its key in context.ropes: config.rope_kind or a tuple like it. Pass the value to
-                rotate(). None: no rotation
-    mask_kind   its key in context.masks: the arguments (window, has_alibi, in_chunks) of make_mask; None: no
-                mask
+    rope_kind   config.rope_kind or a tuple like it: pass context.ropes[self.rope_kind] to rotate(). None: no
+                rotation
+    mask_kind   the arguments (window, has_alibi, in_chunks) of make_mask, which creates
+                context.masks[self.mask_kind]; None: no mask
     slots       what the cache keeps per token: a list of (heads, width), one per tensor. cache.append(self,
-                context, k, v) stores new tensors, (B, heads, T, width), and returns all tensors to
-                attend to. []: the layer reads the tensors of another layer
+                context, k, v) stores new tensors, (B, heads, T, width), and returns tensors to
+                attend to, (B, heads, S, width). []: the layer reads the tensors of another layer
     states      what the cache keeps per row: a list of (shape, dtype); dtype None is the compute
                 dtype. cache.states[self.number] has the tensors (B, *shape), which are zero
                 in a new row; write them with .copy_()
     window      how many tokens the slots hold; None: all
     can_slide   True if the layer can have a window, config.window_of(layer)
     documents   True if it keeps documents apart: see context.document_starts
-    flops       flops(length): training FLOPs (3 x forward) per token, without products with weights
+    flops       flops(length): training FLOPs (3 x forward) per token, excluding products with weight matrices
 
-    A layer may pass a tensor or a tuple of tensors to later layers: context.handed[self.layer] = value. Keys
-    and values must be what cache.append returned; layers that attend to them need the same window and
-    slots = []. If the value has only the new tokens, later layers must cache it.
+    A layer may pass a tensor or a tuple of tensors to later layers: context.handed[self.layer] = value. If it
+    passes keys and values, cache.append must have returned them, and the layers that attend to them need the
+    same window and slots = []. If the value has only the new tokens, later layers must cache it.
 
     Padding (see lengths) must not change a state. Make parameters with parameter(...) or
     tag(...), and name the last projection c_proj."""
@@ -640,7 +640,7 @@ class ForwardContext:
     # masks            mask_kind -> Mask, or None
     # cache            a Cache or None
     # lengths          (B,), new tokens of each row, without padding; None: all T
-    # eager            whether to use eager_attention, unless flex
+    # eager            whether to use eager_attention; flex has priority
     # flex             whether to use flex_attention if a mask or a score needs it
     # dtype            dtype of matmuls
     # learned          (B, T) bool, whether a token has a target; None without targets
@@ -649,7 +649,7 @@ class ForwardContext:
     # handed           layer -> what it passes to later layers
 
     def __init__(self, **values):
-        self.handed = {}  # FSDP would copy a dataclass for each block
+        self.handed = {}  # not a dataclass: FSDP would copy it for each block
         for name, value in values.items():  # vars(self).update does not compile before torch 2.13
             setattr(self, name, value)
 
@@ -665,8 +665,8 @@ def make_context(model, idx, cache=None, lengths=None, weights=None):
     T = idx.shape[1]
     config = model.config
     positions = torch.arange(T, device=idx.device)[None] if cache is None else cache.positions(T, lengths)
-    # flex_attention is the only kernel with a softcap or sinks. On a CPU with bfloat16 units,
-    # eager_attention trains up to 3 times as fast, but its memory grows with the square of T
+    # unlike flex_attention, SDPA supports no softcap and no sinks. On a CPU with bfloat16 units,
+    # eager_attention trains up to 3 times as fast as SDPA, but its memory grows with the square of T
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
                  or idx.is_cpu and torch.is_grad_enabled() and T <= 1024)
     flex = weights is None and cache is None and use_flex(model, idx)
@@ -700,7 +700,7 @@ def track_starts(context, document_token):
 
 
 def number_mixers(model):
-    """A list with the mixer of each cache entry. A mixer's `number` is the entry that it uses."""
+    """A list with the mixer of each cache entry."""
     mixers = [part for part in model.h.modules() if isinstance(part, Mixer)]
     for number, mixer in enumerate(mixers):
         mixer.number = number
@@ -722,7 +722,7 @@ class Cache:
     The last slot is for padding. `length` (B,) counts the tokens of each row; `longest` is
     its maximum, as an int. If `static`, one compiled step serves every position: it attends
     to all slots and masks empty slots. `longest` is then max_len, and the caller must make sure
-    that the tokens fit."""
+    that no row exceeds it."""
 
     def __init__(self, model, batch_size, max_len, static, rolling):
         config = model.config
@@ -778,14 +778,14 @@ class Cache:
             old[row[:, None], :, slot] = add.transpose(1, 2).to(old.dtype)
 
     def key_positions(self, window, positions):
-        """Positions (1 or B, S) of the keys that append returns in a layer with this window. Empty
+        """Positions (1 or B, S) of the keys that `append` returns in a layer with this window. Empty
         slots of a rolling cache have -1."""
         n_slots = self.n_slots(window)
         T = positions.shape[1]
         slot = torch.arange(n_slots, device=positions.device)[None]
         if n_slots == self.max_len:
             return slot[:, :self.longest + T]
-        last = positions[:, :1] - int(T > 1)  # if T > 1, append returns the old slots, then the new tokens
+        last = positions[:, :1] - int(T > 1)  # if T > 1, `append` returns the old slots, then the new tokens
         held = (last - (last - slot) % n_slots).clamp(min=-1)
         if T == 1:
             return held[:, :self.longest + 1]
@@ -809,8 +809,8 @@ class Cache:
             self.longest += T
 
     def rewind(self, n):
-        """Removes the last n tokens; n: an int or (B,). Raises ValueError if a layer has a state or
-        a wrapped rolling KV cache."""
+        """Removes the last n tokens; n: an int or (B,). Raises ValueError if a layer has a state,
+        or has overwritten slots of a rolling KV cache."""
         n_kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots if layer) - 1
         if ((n > 0) & (self.length > n_kept)).any():
             raise ValueError("cannot rewind so many tokens: a layer keeps only a state or a window (for a "
@@ -835,7 +835,7 @@ class Cache:
         return other
 
     def put(self, rows, other):
-        """Replaces these rows by the rows of another cache of the same size."""
+        """Replaces these rows by the rows of a cache with the same max_len."""
         for tensor, new in zip(self.tensors(), other.tensors()):
             tensor[rows] = new
         self._recount()
@@ -865,9 +865,9 @@ def last_tokens(x, keep, lengths):
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or see part
-    is_causal: bool               # the queries belong to the last T keys; later keys are hidden
+    is_causal: bool               # query t belongs to key S - T + t and sees no later keys
     flex: tuple | None = None     # what flex_mask returns; bias is then None
-    part: typing.Callable | None = None  # if long or flex: (slice of queries, slice of keys) -> bias
+    part: typing.Callable | None = None  # if flex or in blocks: (slice of queries, slice of keys) -> bias
     copies: dict = dataclasses.field(default_factory=dict)  # H / K -> bias for sdpa_plan's 'rows'
 
     def add(self, bias):
@@ -960,7 +960,7 @@ def attend(mixer, q, k, v, context, mask):
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
         y = F.scaled_dot_product_attention(q, k, v, bias, mixer.config.dropout * mixer.training, is_causal,
                                            scale=mixer.scale, enable_gqa=q.shape[1] > k.shape[1])
-    return y.reshape(B, H, T, -1)  # some kernels store the heads next to D'
+    return y.reshape(B, H, T, -1)  # view would fail: some kernels store (B, T, H, D')
 
 
 BLOCK = 128       # queries per step of eager_attention
@@ -1146,14 +1146,14 @@ class GroupedLinear(nn.Module):
     def product(self, x, offsets):
         w = self.weight.to(x.dtype)
         if self.has_kernel(x.dtype, x.device.type):
-            if torch.is_grad_enabled():  # zeros for experts without rows: pytorch issue 172439
+            if torch.is_grad_enabled():  # zero gradients of experts without rows: pytorch issue 172439
                 w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
             return F.grouped_mm(x, w.mT, offs=offsets)
         return self.loop(F.linear, x, offsets, w)
 
 
 def loop_over_experts(product, x, offsets, *weights):
-    """Calls product(rows, weights) for each expert with rows."""
+    """Calls product(rows, weights) for each expert that has rows."""
     segments = x.tensor_split(offsets[:-1].long().cpu())
     return torch.cat([product(rows, *each) for rows, *each in zip(segments, *weights) if len(rows)])
 
@@ -1204,7 +1204,7 @@ class MoE(nn.Module):
         flat = x.flatten(0, 1)  # (B, T, C) -> (n, C)
         k = self.config.n_expert_active
         weight, chosen, logits, score = self.route(self.ln_router(flat))
-        expert, order = chosen.flatten().sort(stable=True)  # choices sorted by expert
+        expert, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(self.config.n_expert, device=x.device), right=True,
                                   out_int32=True)
         each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # one row per choice
@@ -1312,17 +1312,17 @@ NORMS = {'rmsnorm': rms_norm, 'layernorm': layer_norm}
 # rotary scalings, positions ---------------------------------------------------------------------------------
 
 def yarn_mscale(factor, weight):
-    """YaRN's scale of attention for a context that is factor times longer."""
+    """YaRN's scale of attention for a context `factor` times as long."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def linear(freq, base, length, *, factor):
-    """Divides every position by factor: Chen et al. 2023, arXiv:2306.15595."""
+    """Divides every frequency by factor: Chen et al. 2023, arXiv:2306.15595."""
     return freq / factor, 1.0
 
 
 def ntk(freq, base, length, *, factor):
-    """Enlarges the base, so only the lowest frequency is divided by the full factor (bloc97)."""
+    """Acts like a larger base: only the lowest frequency is divided by the full factor (bloc97)."""
     pairs = len(freq)
     return freq * factor ** (-torch.arange(pairs, device=freq.device) / max(1, pairs - 1)), 1.0
 
@@ -1335,8 +1335,8 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
-    """Keeps frequencies above beta_fast rotations in the original context, divides frequencies below
-    beta_slow rotations by factor, and interpolates in between (arXiv:2309.00071, section 3.2)."""
+    """Keeps the frequency of pairs that rotate more than beta_fast times in the original context. Below
+    beta_slow times, divides it by factor; in between, interpolates (arXiv:2309.00071, section 3.2)."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
                  for times in (beta_fast, beta_slow))
@@ -1415,8 +1415,9 @@ def sinusoid(position_ids, width):
 
 
 def scale_queries(mixer, q, context):
-    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)). The names
-    are items of query_scale (Ministral 3, after arXiv:2501.19399). Llama 4: start=1, layers='N'."""
+    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)). beta, start,
+    length and layers (letters of pos_pattern) are items of query_scale (Ministral 3, after arXiv:2501.19399).
+    Llama 4: start=1, layers='N'."""
     options = {'start': 0, 'layers': 'PN'} | mixer.config.query_scale
     if letter(mixer.config.pos_pattern, mixer.layer) not in options['layers']:
         return q
@@ -1489,7 +1490,7 @@ def complete(config):
         raise ValueError('invalid config: ' + '. '.join(
             ', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f' {problem}'
             for names, problem in problems))
-    if config.local:  # completes its rope_scaling, and raises errors of its layers
+    if config.local:  # completes rope_scaling in `local`, and raises errors of `local`
         layer = dataclasses.replace(config, **config.local, local=None)
         config.local = {name: getattr(layer, name) for name in config.local}
 
@@ -1591,8 +1592,8 @@ def changed(config, longest=None, **changes):
 
 
 def try_tokens(model):
-    """Runs a few tokens in several ways. Raises ArithmeticError if the results differ, or if the loss
-    is not finite or does not depend on some parameter."""
+    """Runs a few tokens in several ways. Raises ArithmeticError if the results differ, the loss is
+    not finite, or a parameter does not affect the loss."""
     config = model.config
     idx = torch.arange(min(6, config.block_size), device=model.wte.weight.device)[None] % config.vocab_size
     with torch.random.fork_rng(devices=[]):
@@ -1670,7 +1671,7 @@ LOOKUP_GROUPS = {'embedding'}  # a token reads one row, which costs no FLOPs
 
 def account(model):
     """Name of each parameter -> (elements, elements that a token uses, training FLOPs per token).
-    'head' (if tied), 'mtp' and 'mixing' (products without weights) have only FLOPs."""
+    'head' (if tied), 'mtp' and 'mixing' (see mixing_flops) have only FLOPs."""
     rows = {name: cost(model, name, w) for name, w in model.named_parameters()}
     head = next((model.lm_head or model.wte).parameters())
     if model.lm_head is None:
@@ -1681,12 +1682,12 @@ def account(model):
 
 
 def mixing_flops(model, length):
-    """Training FLOPs per token of products without weights."""
+    """Training FLOPs per token, excluding products with weight matrices."""
     return sum(part.flops(length) for part in model.modules() if hasattr(part, 'flops'))
 
 
 def cost(model, name, w):
-    """account's row for a parameter w. A weight in a matmul costs 6 FLOPs, or 4 if frozen."""
+    """The row of `account` for a parameter w. A weight in a matmul costs 6 FLOPs, or 4 if frozen."""
     config = model.config
     active = w.numel()
     group = model.tags[name].group

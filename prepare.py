@@ -48,8 +48,8 @@ field = 'text'             # [if records]
 # records without text or messages, and conversations that the template rejects
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
 # byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), a run, prepared
-# data, or a published model: a hub id, .gguf file or folder with tokenizer.json. None: the source's
-# default, otherwise data/pystdlib_bpe4096 for conversations, byte for text
+# data, or a published model (hub id, .gguf file, folder with tokenizer.json). None: the source's
+# default; without a default, data/pystdlib_bpe4096 for conversations and byte for text
 tokenizer: str | None = None
 # encode special tokens inside records as plain text, or as tokens
 special_tokens = 'text'    # [in ('text', 'tokens')]
@@ -57,7 +57,7 @@ out: str | None = None     # a name in data/, or a path with a slash; None: <sou
 overwrite = False          # replace data of another source in `out`
 # share of text for validation, at most 10M characters or 10,000 conversations
 val_fraction = 0.1         # [> 0] [<= 0.5]
-block_size = 256           # tokens per packed sequence; must equal train.py's [>= 2] [if conversations]
+block_size = 256           # tokens per packed sequence; must be equal in train.py [>= 2] [if conversations]
 # files to download
 shards = 10                # [>= 1] [if source in SOURCES]
 procs: int | None = None   # processes that encode; None: one per core [>= 1]
@@ -176,7 +176,7 @@ def json_records(path, errors):
                     if getattr(e, 'pos', 0) == len(text) and (more := f.read(len(text)) + f.readline()):
                         text = f'{text}\n{more}'.rstrip()
                         continue
-                    if text.count('\n') > 9999:  # a long array
+                    if text.count('\n') > 9999:  # stop at a damaged long array
                         raise
                     value = ValueError(f'{text[:60]!r} is not JSON')
                     end = re.match('.*', text).end()
@@ -245,12 +245,12 @@ NAMES = {  # a dataset's field -> our name
     'user': 'question', 'human': 'question', 'assistant': 'answer', 'gpt': 'answer'}
 SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'developer': 'system'}
 ROLES = 'system', 'user', 'assistant', 'tool'
-# if false, the message is not learned
+# if one of these fields is false, the message is not learned
 LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'
 
 
 def read_record(place, record, field='text', chats=None):
-    """[The record's text] or a Conversation. Raises UserError for any other value."""
+    """record -> [text] or a Conversation. Raises UserError for any other record."""
     try:
         if isinstance(record, Exception):
             raise record
@@ -281,8 +281,8 @@ def is_conversation(value):
 
 
 def to_messages(value, role=None):
-    """Messages of a JSON value: a message, a record, a list of these or of pairs, or a text. Without
-    `role`, a text must be JSON of such a value."""
+    """Converts a message, record, text or list to messages. A list contains such values, or pairs of
+    texts. Without `role`, a text must be JSON of such a value."""
     if isinstance(value, str):
         return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
     if isinstance(value, list):
@@ -322,7 +322,7 @@ def read_message(message):
 
 
 def renamed(record):
-    """Renames fields by NAMES; on a clash, the first in NAMES wins. Omits nulls."""
+    """Renames fields by NAMES. On a clash, our name wins, then the first in NAMES. Omits nulls."""
     result = {key: value for key, value in record.items() if value is not None}
     for key, name in NAMES.items():
         if key in result:
@@ -363,7 +363,7 @@ def library_files():
 
 
 def fetch(url, folder):
-    """Downloads a file unless it exists, continuing a .part file. Returns its path."""
+    """Downloads a missing file, continuing its .part file."""
     path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
@@ -373,7 +373,7 @@ def fetch(url, folder):
     wait = 1.5
     with open(f'{path}.part', 'ab') as f:
         while True:
-            begin = max(f.seek(0, 2) - 1, 0)  # servers reject an empty range
+            begin = max(f.seek(0, 2) - 1, 0)  # repeats a byte, because servers reject empty ranges
             try:
                 with requests.get(url, stream=True, timeout=60, headers={
                         'Accept-Encoding': 'identity', 'Range': f'bytes={begin}-'}) as response:
@@ -408,10 +408,10 @@ SOURCES = {source.name: source for source in (
     download('shakespeare',
              'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'),
     download('tinystories', f'{HUB}/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt'),
-    download('openwebtext',  # nanoGPT's
+    download('openwebtext',  # nanoGPT's dataset
              f'{HUB}/Skylion007/openwebtext/resolve/main/plain_text/train-{{:05d}}-of-00080.parquet', 80,
              tokenizer='gpt2'),
-    download('climbmix',  # nanochat's
+    download('climbmix',  # nanochat's dataset
              f'{HUB}/karpathy/climbmix-400b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
     Source('fineweb_edu', 'fineweb_edu', tokenizer='gpt2', shards=[
         f'{HUB}/kjj0/finewebedu10B-gpt2/resolve/main/finewebedu_{part}.bin'
@@ -433,7 +433,7 @@ def find_source(source):
     if os.path.isfile(path):
         name = Path(unpacked(path)).stem
         found = [path]
-    elif os.path.isdir(path):  # a glob would follow links, which may form loops
+    elif os.path.isdir(path):  # glob.glob would follow links, which may form loops
         if is_prepared(path) or checkpoint_in(path):
             raise UserError(f'{path} contains tokens or a checkpoint: name a file or folder of text')
         found = [str(one) for one in Path(path).rglob('*')
@@ -463,7 +463,7 @@ def output_folder(out, source, tokenizer):
     """The folder to write."""
     kind = Path(tokenizer.removesuffix('tokenizer.json')).name.replace(':', '')
     name = out or re.sub(r'[^\w.-]+', '_', f'{source.name}_{kind}').strip('._')
-    if not out and (source.chats or name in ('shakespeare_gpt2', 'openwebtext_gpt2')):  # nanoGPT's names
+    if not out and (source.chats or name in ('shakespeare_gpt2', 'openwebtext_gpt2')):  # nanoGPT omits _gpt2
         name = source.name
     return data_folder(name)
 
@@ -471,9 +471,9 @@ def output_folder(out, source, tokenizer):
 # splits and ids --------------------------------------------------------------------------------------------
 
 def characters_to_train_on(source, fraction):
-    """How many characters of each document to train on; None for conversations. Every n-th document, n = 1 /
-    fraction, is for validation, up to this fraction of all text and up to VAL_CHARACTERS. If these documents
-    have less than half of this limit, the end of the longest document is added."""
+    """How many characters of each document to train on; None for conversations. Validation gets every n-th
+    document, n = round(1 / fraction). Its limit is `fraction` of all text, at most VAL_CHARACTERS. If these
+    documents have less than half of the limit, the end of the longest document is added."""
     if source.chats:
         return None
     n_train = [sum(map(len, document)) for document in source.documents()]
@@ -502,7 +502,7 @@ def split_texts(source, fraction, n_train):
 
 
 def cut_in_two(blocks, n_train):
-    """Yields (split, block). Training gets the first n_train characters."""
+    """Yields (split, block)."""
     for block in blocks:
         if n_train:
             yield 'train', block[:n_train]
@@ -532,7 +532,8 @@ def encode_piece(tok, special_tokens, piece):
 
 
 def encode_chat(tok, special_tokens, errors, item):
-    """An item of split_texts -> (split, columns, learned bytes, len(opened))."""
+    """An item of split_texts -> (split, columns, number of learned bytes, length of
+    encode_conversation's `opened`)."""
     split, chat, _ = item
     opened = []
     try:
@@ -550,9 +551,9 @@ def encode_chat(tok, special_tokens, errors, item):
 
 def encode_conversation(tok, conversation, opened=()):
     """(ids, uint8 mask). The mask is 1 for each answer, from the first id that differs from the prompt to the
-    first stop token between this answer's and the next message's content. If there is none, the last
-    answer gets one; other answers are learned without one. opened: collects prompts that begin a thought
-    which the text lacks."""
+    first stop token between the answer's content and the next message's content. If no stop token is there,
+    the last answer gets one, but other answers are learned without a stop token. opened: collects prompts
+    that begin a thought which the text lacks."""
     _, messages, tools = conversation
     render = functools.partial(tok.render, tools=tools)
     text = render(messages, False)
@@ -619,12 +620,12 @@ def end_of_content(render, messages, n, text, start):
 
 
 def next_content(render, messages, n, text, start, stop):
-    """The place of the next message's content, or the end."""
+    """The place of the next message's content, or len(text)."""
     if n + 1 == len(messages):
         return len(text)
     following = messages[n + 1]['content']
     place = text.find(following.strip() or MARK, start)
-    # else the text is missing, or occurs in this answer too
+    # otherwise `following` is missing, or occurs in this answer too
     return place if place > stop else first_change(render, messages, n + 1, text, content=MARK + following)
 
 
@@ -641,8 +642,8 @@ def common(a, b):
 def pack(encoded, block_size, first, counts):
     """Packs results of encode_chat into sequences of block_size tokens.
 
-    The id `first` begins each piece and pads sequences; other columns are 0 there. Each split ends with one
-    more token, its last target.
+    The id `first` begins each conversation, follows each cut, and pads sequences; other columns are 0 there.
+    Each split ends with one more token, its last target.
     """
     left = dict.fromkeys(SPLITS, block_size)
     room = block_size - 1
@@ -695,7 +696,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         write_bins(temp, encoded, counts)
         meta = write_meta(temp, tok, label, eot, {**counts, 'packed': block_size, 'chats': bool(block_size)})
         folder.mkdir(exist_ok=True)
-        columns = {'.mask'}  # older data may have it
+        columns = {'.mask'}  # older data may have this column
         if (folder / 'meta.json').exists():
             with contextlib.suppress(UserError):  # a damaged meta.json
                 columns |= read_meta(folder)['columns'].keys()
@@ -768,15 +769,17 @@ FIELDS = {
     'dtype': '"uint(8|16|32)"',
     'eot': r'\d{1,9}|null',
     'bytes_per_token': r'\d[\d.e-]*|null',
-    'tokenizer': '{.*}|null',         # its state(); null: GPT-2's
+    'tokenizer': '{.*}|null',         # the tokenizer's state(); null: GPT-2
     'packed': r'[1-9]\d{,8}|null',    # tokens per packed sequence; null: not packed
-    'chats': 'true|false',            # whether the texts are conversations
-    'columns': r'{("\.\w+": "u?(int|float)\d+"(, )?)*}',  # end of the file's name -> dtype
+    'chats': 'true|false',
+    'columns': r'{("\.\w+": "u?(int|float)\d+"(, )?)*}',  # column (.mask for train.mask.bin) -> dtype
     'digest': '.*',                   # SHA-256 of tokens and these columns, in writing order
 }
-# llm.c's files begin with 1,024 bytes: int32 magic, version, number of tokens, zeros. Here: magic -> meta
+# magic number -> fields of meta.json. llm.c's files begin with 1,024 bytes of int32: magic number,
+# version, number of tokens, zeros
 LLM_C = {
-    20240520: {'source': 'GPT-2', 'vocab_size': 50304, 'dtype': 'uint16', 'eot': 50256},  # nanoGPT's size
+    # nanoGPT's vocab_size
+    20240520: {'source': 'GPT-2', 'vocab_size': 50304, 'dtype': 'uint16', 'eot': 50256},
     20240801: {'source': 'Llama 3', 'vocab_size': 128256, 'dtype': 'uint32',
                'tokenizer': {'kind': 'json'}},  # reads tokenizer.json in the folder
 }
@@ -792,8 +795,8 @@ def column_of(path):
 
 
 def read_meta(folder):
-    """Reads meta.json or nanoGPT's meta.pkl. Without either, assumes the encoding in llm.c's header, or
-    GPT-2's. Returns a dict with FIELDS. Raises UserError for a value that does not fit."""
+    """Reads meta.json or nanoGPT's meta.pkl. Without either, assumes the encoding that llm.c's header
+    names, or GPT-2. Returns a dict with FIELDS. Raises UserError if a value does not match FIELDS."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -808,7 +811,7 @@ def read_meta(folder):
     else:
         found = next(filter(None, map(llm_c_meta, bins)), LLM_C[20240520])
         print_once(f'{folder} has no meta.json or meta.pkl: assuming the {found["source"]} encoding')
-    # older versions packed only conversations, and stored only block_size
+    # older versions packed only conversations, and stored block_size instead of `packed`, `columns`, `chats`
     size = found.get('block_size')
     meta = dict.fromkeys(FIELDS) | {
         'dtype': 'uint16', 'packed': size, 'columns': {'.mask': 'uint8'} if size else {},
@@ -824,13 +827,13 @@ def read_meta(folder):
     return meta
 
 
-# fields that do not identify the data: a name, and counts that follow from the data
+# fields of meta.json that may differ between equal data
 LABELS = {'source', 'block_size', 'cut', 'opened', 'left_out',
           *(f'{split}_{unit}' for split in SPLITS for unit in ('tokens', 'learnt', 'bytes'))}
 
 
 def identity(meta):
-    """The fields that identify a meta's data."""
+    """The fields of `meta` that identify the data."""
     return {name: meta[name] for name in meta if name not in LABELS}
 
 
@@ -840,7 +843,7 @@ def is_prepared(folder):
 
 
 def checkpoint_in(folder):
-    """The path of a folder's ckpt.pt or of a .pt file, or None."""
+    """folder/ckpt.pt, or `folder` if it is a .pt file; None if missing."""
     path = Path(folder)
     if path.suffix != '.pt':
         path /= 'ckpt.pt'
@@ -848,8 +851,8 @@ def checkpoint_in(folder):
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder, a run or a checkpoint. Raises OSError or ImportError if files or
-    packages are missing, ValueError if they are damaged."""
+    """The tokenizer of a prepared folder, a run or a checkpoint. Raises OSError for missing
+    files, ImportError for missing packages, ValueError for damaged files."""
     if path := checkpoint_in(folder):
         import torch
         with reading(path):
@@ -877,7 +880,7 @@ def llm_c_meta(path):
 
 
 def read_shard(path, dtype):
-    """A file's memory-mapped tokens, without llm.c's header, if any."""
+    """A file's memory-mapped tokens, after any llm.c header."""
     with reading(path):
         meta = llm_c_meta(path)
         if meta.get('dtype', dtype) != dtype:
@@ -894,12 +897,11 @@ def count_bytes(targets, tokenizer):
 
 
 class Bins:
-    """The tokens of one split: folder/<split>.bin, or else the sorted shards in whose names the split is the
+    """The tokens of one split: folder/<split>.bin, or else the sorted shards whose names have the split as
     last SPLIT_WORD: train_2_val_000001.bin is for validation.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. x.mask.bin has 1 for each learned token. `columns` has each column's
-    shards; column '' is the tokens.
+    target at most once. `columns` has each column's shards; column '' is the tokens.
     """
     def __init__(self, folder, split):
         self.vocab_size = None
@@ -943,7 +945,7 @@ class Bins:
         return n
 
     def check_vocabulary(self, *arrays):
-        """Raises UserError if these arrays, or all shards, have ids outside the vocabulary."""
+        """Raises UserError if `arrays` (default: the shards) have ids outside the vocabulary."""
         for ids in arrays or self.shards:
             if self.vocab_size and ids.max(initial=0) >= self.vocab_size:
                 raise UserError(f'{self.name}: token {ids.max()} is outside the vocabulary of '

@@ -7,7 +7,7 @@ Generates text from a checkpoint.
     python sample.py --out_dir=out-chat --chat              # a conversation
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl
 
-Samples depend on the seed and their number, but not on batch_size.
+A sample depends on the seed and its index, but not on batch_size.
 """
 import codecs
 import contextlib
@@ -38,7 +38,7 @@ from configurator import (
 
 # model
 init_from = 'resume'        # resume (out_dir), a checkpoint, or a published model
-out_dir = 'out'             # a run's folder; its best.pt, or else ckpt.pt
+out_dir = 'out'             # a run's folder; uses best.pt, or else ckpt.pt
 block_size: int | None = None  # another context length [>= 2]
 rope_scaling: dict | None = None  # {'rope_type': 'linear', 'factor': 4.0} [if pos == 'rope']
 # text
@@ -52,7 +52,7 @@ stop: str | list[str] | None = None  # texts that end a sample
 chat = False                # answer typed questions, or those in start; a base model continues typed texts
 # conversations [if chat and chat_template]
 system = ''                 # the system message
-history: int | None = None  # earlier questions that the model sees; None: all that fit [>= 0]
+history: int | None = None  # earlier questions that the model sees; None: all that fit the context [>= 0]
                             # [if start == '\n']
 thinking: bool | None = None  # None: the chat template decides
 # sampling: arguments of sample_token
@@ -115,14 +115,14 @@ def read_checkpoint(path):
     with reading(path):
         # Windows cannot replace mapped files
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-        with zipfile.ZipFile(path) as file:  # torch.load verifies no checksum; older checkpoints have only 0
+        with zipfile.ZipFile(path) as file:  # torch.load verifies no checksum; older checkpoints have zeros
             if any(entry.CRC for entry in file.infolist()) and (name := file.testzip()):
                 raise UserError(f"{path} is damaged: {name} differs from its checksum")
         for name, value in checkpoint.items():
             if not isinstance(value, KEYS.get(name, object)):
                 raise UserError(f"{path} is damaged or has another format: {name} is {value!r:.50}")
         checkpoint.setdefault('chats', checkpoint.get('masked', True))  # older versions
-        checkpoint['kept'] = [*map(int, checkpoint.get('kept', []))]  # becomes a part of paths
+        checkpoint['kept'] = [*map(int, checkpoint.get('kept', []))]  # only ints may become parts of paths
         if any('transformer.' in name for name in checkpoint['model']):
             convert_nanogpt(checkpoint)
         checkpoint['model'] = {name.replace('.balance_bias', '.expert_bias'): w.detach()
@@ -135,7 +135,7 @@ def read_checkpoint(path):
 
 
 def convert_nanogpt(checkpoint):
-    """Renames a nanoGPT checkpoint's tensors, and adds the fields that its model implies."""
+    """Renames a nanoGPT checkpoint's tensors, and adds the GPTConfig fields that its model implies."""
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')
     state = checkpoint['model'] = {prefixes.sub('', name): w for name, w in checkpoint['model'].items()}
     tied = torch.equal(state.setdefault('lm_head.weight', state['wte.weight']), state['wte.weight'])
@@ -149,7 +149,7 @@ def convert_nanogpt(checkpoint):
 
 
 def build(checkpoint, changes):
-    """Removes the weights from a checkpoint, and makes its model with changed fields."""
+    """Makes a checkpoint's model, with changed fields."""
     state = checkpoint.pop('model')
     with torch.device('meta'), naming(changes):
         model = GPT(changed(GPTConfig(**checkpoint['model_args']), **changes))
@@ -166,7 +166,7 @@ def build(checkpoint, changes):
 
 
 def is_published(name):
-    """Whether `name` is a published model's folder or a GGUF file, or looks like a hub id."""
+    """Whether `name` is a published model's folder, is a GGUF file, or looks like a hub id."""
     if os.path.exists(name):
         is_folder = os.path.exists(f'{name}/config.json')
         if is_folder and os.path.exists(f'{name}/ckpt.pt'):
@@ -242,9 +242,9 @@ def uniforms(seed, sample, position, count):
 def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
                  seen=None):
     """Draws a token from logits (..., V) by inverting their distribution function at u (...) in [0, 1).
-    Returns (...) int64 on u's device, -1 for NaN. Applies in this order: repetition penalty (CTRL,
-    arXiv:1909.05858) on tokens in `seen` (..., V) bool, temperature, top_k, top_p (arXiv:1904.09751), min_p
-    (arXiv:2407.01082)."""
+    Returns (...) int64 on u's device, -1 for NaN. seen: (..., V) bool, the tokens to penalise. Applies in
+    this order: repetition penalty (CTRL, arXiv:1909.05858), temperature, top_k, top_p (arXiv:1904.09751),
+    min_p (arXiv:2407.01082)."""
     logits = logits.to(u.device)
     if repetition_penalty != 1:
         penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
@@ -272,13 +272,13 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     return token.where(~cdf[..., -1].isnan(), -1)
 
 
-SAMPLING = inspect.signature(sample_token).parameters  # a replacement of sample_token gets these, too
+SAMPLING = inspect.signature(sample_token).parameters  # also passed to a replacement of sample_token
 
 
 # a step -----------------------------------------------------------------------------------------------------
 
 def step(model, tokens, cache, u, seen, sampling):
-    """Appends tokens (B, T) to the cache. Draws a next token after each, (B, T). u: (B, T), seen:
+    """Appends tokens (B, T) to the cache. Draws the token after each -> (B, T). u: (B, T), seen:
     (B, 1, V)."""
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
@@ -297,11 +297,11 @@ def compiled(model):
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 64
     device = model.wte.weight.device
-    # only Hopper and Blackwell have a single matmul for all experts, which CUDA graphs need
+    # CUDA graphs need a single matmul for all experts, which only Hopper and Blackwell have
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     whole = all(native and module.has_kernel(model.compute_dtype(), device.type)
                 for module in model.modules() if hasattr(module, 'has_kernel'))
-    # for one row, coordinate_descent_tuning reads int8 weights directly
+    # with coordinate_descent_tuning, matmuls of one row read int8 weights directly
     run = torch.compile(step, dynamic=False, fullgraph=whole, options={
         'triton.cudagraphs': whole and device.type == 'cuda', 'coordinate_descent_tuning': True})
     is_int8 = model.wte.weight.dtype is torch.int8
@@ -329,7 +329,7 @@ def prefill(model, contexts, cache, rows):
     lengths = torch.tensor([len(ids) for ids in new])
     padded = pad_sequence(new, batch_first=True)
     for piece in padded.to(device).split(width, dim=1) if padded.numel() else ():  # one copy for all rows
-        n_real = lengths.clamp(0, piece.shape[1])  # per row, without padding
+        n_real = lengths.clamp(0, piece.shape[1])
         model(piece, cache=part, keep=1,
               lengths=None if n_real.min() == piece.shape[1] else n_real.to(device))
         lengths -= piece.shape[1]
@@ -362,7 +362,7 @@ def rows_to_fill(samples, waiting, size):
     return rows
 
 
-AHEAD = {'cuda'}  # devices that start a step before the drawn tokens are read
+AHEAD = {'cuda'}  # devices that start a step before the host reads the drawn tokens
 
 
 @torch.no_grad()
@@ -384,7 +384,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     n_rows = len(prompts[:batch_size])
     is_new = cache is None
     if is_new:
-        # a compiled step serves one cache size; for many rows, coarse sizes waste memory
+        # each cache size needs a compilation: use coarse sizes for few rows, which waste little memory
         step_size = 512 if compile and n_rows <= 4 else 64
         size = round_up(max(map(len, prompts)) + max_new_tokens, step_size)
         cache = model.make_cache(n_rows, min(size, model.config.block_size), compile)
@@ -415,7 +415,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 for mark, row in zip(marks, rows):
                     mark[0, samples[row].tokens[:-1]] = True
                 seen[rows] = marks.to(sampling_device)  # one copy for all rows
-            # 2. Drop ended rows. A compiled step keeps them; they overwrite their last slot.
+            # 2. Drop ended rows. A compiled step keeps ended rows, which overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:
                 return
@@ -427,13 +427,13 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 seen = seen[active]
             # 3. Feed last tokens; draw the next tokens.
             drawn = draw(torch.tensor([sample.tokens[-1:] for sample in samples], device=device))
-        # 4. Read them while a GPU draws more, unless a given cache has states, which cannot rewind.
+        # 4. Read the drawn tokens. A GPU meanwhile draws more, unless a given cache has states (no rewind).
         tokens = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None
         if device.type in AHEAD and (is_new or not any(cache.states)) and all(
                 sample.n_left > 1 and len(sample.tokens) - sample.first < size for sample in samples):
-            ahead = draw(drawn.clamp(min=0), 1).clone()  # a CUDA graph reuses its output
+            ahead = draw(drawn.clamp(min=0), 1).clone()  # a CUDA graph overwrites its output
         if copied:  # not on CPUs
             copied.synchronize()
         # 5. Append the tokens.
@@ -476,7 +476,7 @@ class TextStream:
         self.held += self.decoder.decode(self.tokenizer.decode_bytes(new), final=self.ended)
         cuts = [self.held.find(s) for s in self.stop if s in self.held]
         self.stopped = bool(cuts)
-        if not (self.stopped or self.ended):  # a stop text may begin here
+        if not (self.stopped or self.ended):
             cuts = [i for i in range(len(self.held)) for s in self.stop if s.startswith(self.held[i:])]
         cut = min(cuts, default=len(self.held))
         self.text += self.held[:cut]
@@ -507,7 +507,7 @@ def completions(model, tokenizer, prompts, max_new_tokens, stop=(), **options):
 
 
 def complete(*args, **options):
-    """Texts of `completions`, and their number of tokens."""
+    """Texts of `completions`, and their total number of tokens."""
     streams = [stream for _, stream in completions(*args, **options) if stream.ended]
     return [stream.text for stream in streams], sum(len(stream.tokens) for stream in streams)
 
@@ -515,8 +515,8 @@ def complete(*args, **options):
 # conversations ----------------------------------------------------------------------------------------------
 
 def chat_ids(model, tokenizer, messages, thinking):
-    """The ids of messages, after the model's document_token, if any. Without a chat template, the last
-    message's ids."""
+    """The ids of messages, after the model's document_token, if any. Without a chat template, only
+    the last message's ids."""
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]['content'])
     ids = tokenizer.chat(messages, thinking=thinking)
@@ -562,7 +562,7 @@ class Chat:
             print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens})")
 
     def prefix_cache(self, ids, n_new):
-        """The cache, rewound to what it shares with `ids`, or a new cache if n_new tokens do not fit."""
+        """The cache, rewound to its common prefix with ids; a new cache if ids and n_new tokens exceed it."""
         cache = self.cache
         if cache is None or len(ids) + n_new > cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
@@ -576,8 +576,7 @@ class Chat:
         return cache
 
     def prompt(self, question):
-        """Adds a question. Returns (messages, ids). Forgets the oldest turns to make room for
-        max_new_tokens."""
+        """Adds a question. Returns (messages, ids)."""
         size = self.model.config.block_size
         messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
         room = min(self.max_new_tokens, size // 2)

@@ -24,8 +24,8 @@ CHUNK = 1 << 16        # characters per piece
 SPACES = 900_000       # white-space characters in a row that tiktoken can encode
 GROUP = 32             # items that a worker receives at a time
 
-# Long texts are cut between a letter or digit ([^\W_]) and a space, line end or CJK punctuation
-# mark. Neither tiktoken's patterns nor WORD_PATTERN match across such a place.
+# Long texts are cut after a letter or digit ([^\W_]), if a space, line end or CJK punctuation mark
+# follows. Neither tiktoken's patterns nor WORD_PATTERN match across such a place.
 CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')
 
 
@@ -49,7 +49,7 @@ def pieces(blocks, can_cut=True):
 # many processes ---------------------------------------------------------------------------------------------
 
 def in_processes(procs, work, items):
-    """Yields work(item) for each item, in order. procs: number of processes; None: one per core."""
+    """Yields work(item) for each item, in order."""
     if procs is None:
         procs = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     items = iter(items)
@@ -76,12 +76,12 @@ def in_processes(procs, work, items):
 
 
 def work_on(group):
-    """The results of a group of items, in a worker."""
+    """Returns the results of a group of items; runs in a worker."""
     return [*map(work_on.work, group)]
 
 
 def start_worker(work):
-    """Prepares a worker. Only the parent handles Ctrl-C. A worker ends when its parent is killed."""
+    """Prepares a worker. Only the parent handles Ctrl-C."""
     work_on.work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -94,12 +94,12 @@ def start_worker(work):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-# template variables of Qwen3, MiniMind and DeepSeek V3.1 that control thinking
+# template variables that control thinking in Qwen3, MiniMind and DeepSeek V3.1
 THINKING = 'enable_thinking', 'open_thinking', 'thinking'
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 MARK = '\U0010ffff'  # a noncharacter; see as_text
 
-# messages to test chat templates; the unassigned U+0378 becomes bytes or <unk>, so <unk> is no document_token
+# messages to test chat templates; if U+0378 encodes as <unk>, document_token cannot choose <unk>
 QUESTION = {'role': 'user', 'content': 'a question \u0378'}
 ANSWER = {'role': 'assistant', 'content': 'the answer'}
 
@@ -116,9 +116,9 @@ class Tokenizer:
     source = None  # the text of a tokenizer.json
     path = None  # a published model's path
     pattern = None  # splits a text into words
-    byte_level = True  # whether any bytes can be encoded
+    byte_level = True  # whether every byte can be encoded
     can_cut = True  # whether a text can be encoded in pieces
-    bos = ()  # ids that begin documents; a subclass with any must add them in `encode`
+    bos = ()  # ids that begin documents; a subclass must add them in `encode`
     chat_template = None
     chat_variables = {}  # for chat_template, such as {'bos_token': '<s>'}
     eos_tokens = ()  # further ids that end a text
@@ -213,8 +213,8 @@ class Tokenizer:
 
     @functools.cached_property
     def end_of_answer(self):
-        """The special token that ends an answer in the chat template, or eot. As in GLM, it can be an eos
-        token that begins the next message."""
+        """The special token that ends an answer in the chat template, or eot. It can be an eos token
+        that begins the next message, as in GLM."""
         published = {self.eot, *self.eos_tokens}
         ids = []
         with contextlib.suppress(Exception):  # chat() will raise the error
@@ -226,8 +226,8 @@ class Tokenizer:
 
     @functools.cached_property
     def document_token(self):
-        """A special token that a conversation may begin with, but cannot contain: bos if the chat template
-        renders it only at the beginning, or a token that the template never renders; otherwise None."""
+        """A special token that a conversation can have only at the beginning: bos if the chat template
+        renders it only there, or a token that the template never renders; otherwise None."""
         inside = self.special_tokens_in(str(self.chat_template))
         for first in [], [{'role': 'system', 'content': 'Be brief.'}]:
             with contextlib.suppress(Exception):  # a template may reject system messages
@@ -350,7 +350,7 @@ def compile_template(template):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 
-# cl100k_base's first pattern, which tiktoken, regex and tokenizers all support
+# cl100k_base's first pattern, which the packages tiktoken, regex and tokenizers support
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5))
@@ -385,7 +385,7 @@ def bpe_tokenizer(size, texts, procs):
 
 
 def count_words(texts, procs=None):
-    """{word: count} of the first TRAINING_WORDS words in texts, iterables of blocks."""
+    """{word: count} of the first TRAINING_WORDS words. texts: iterables of blocks."""
     counts = collections.Counter()
     n_words = 0
     texts = (piece for blocks in texts for piece, _ in pieces(blocks))
@@ -469,7 +469,7 @@ def train_bpe(counts, n_merges):
         ids[places] = new
         ids[places + width] = -1
         begins[after - 1] = places
-        # ids[before] is -1 if the left neighbour was merged too; then its own place yields the pair
+        # ids[before] is -1 if the left neighbour was merged too; then the pair begins in `places`
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
     return tokens
@@ -478,8 +478,9 @@ def train_bpe(counts, n_merges):
 # tokenizers by name and by state ----------------------------------------------------------------------------
 
 def make_tokenizer(name, **texts):
-    """The tokenizer for a value of --tokenizer. texts: for char, `texts` (iterables of blocks) and
-    `by_document` (whether to add an end-of-text token); for bpe:N, `training` (like `texts`) and `procs`."""
+    """The tokenizer for a value of --tokenizer. char uses the arguments `texts` (iterables of blocks)
+    and `by_document` (whether to add an end-of-text token); bpe:N uses `training` (like `texts`) and
+    `procs`."""
     if '/' in name or name.endswith(('.gguf', '.json')) or os.path.exists(f'{name}/tokenizer.json'):
         from zoo.hub import fetch, published_tokenizer
         path = fetch(name, weights=False)
@@ -494,7 +495,7 @@ def make_tokenizer(name, **texts):
 
 
 def kind_of(state):
-    """The class of a state()."""
+    """The tokenizer class of a state()."""
     if state['kind'] == 'json':
         import zoo.tokenizer_json  # noqa: F401
     return KINDS[state['kind']]

@@ -1,7 +1,7 @@
 """
 Trains a model on a folder of tokens.
 
-    python train.py                                          # config/default.py, on any machine
+    python train.py                                          # uses config/default.py; runs on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides
     python train.py --out_dir=out-small --init_from=resume   # continues a run
     python train.py --init_from=Qwen/Qwen3-0.6B --dataset=mine  # uses config/finetune.py
@@ -81,7 +81,7 @@ epochs: float | None = None          # passes over train.bin [length]
 tokens_per_param: float | None = None  # training tokens; Chinchilla uses 20 (arXiv:2203.15556) [length]
 time_limit: float | None = None      # minutes until the run saves and stops
 # optimizer
-optimizer = 'adamw'                  # adamw, or muon for matrices in blocks [in OPTIMIZERS] [fixed]
+optimizer = 'adamw'                  # adamw, muon (only for matrices in blocks) [in OPTIMIZERS] [fixed]
 learning_rate = 6e-4                 # peak, for AdamW and Muon
 lr_scales = {}                       # factors for parameter groups (model.GROUPS): {'embedding': 12.0}
 weight_decay = 1e-1                  # decays matrices and embeddings by learning_rate * weight_decay
@@ -108,14 +108,14 @@ lr_schedule = 'cosine'               # cosine, linear, wsd (constant, then linea
 lr_decay_iters: int | None = None    # end of the decay; None: max_iters [>= 1]
 min_lr: float | None = None          # final rate; None: a tenth of the peak [<= learning_rate]
 # a cooldown [if lr_schedule not in WITHOUT_COOLDOWN]
-cooldown = 0.4                       # its share of the iterations after the warm-up [> 0] [<= 1]
+cooldown = 0.4                       # share of the iterations after the warm-up [> 0] [<= 1]
 # system
 backend = 'auto'                     # auto: nccl on CUDA, otherwise gloo [if TORCHRUN]
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # auto, float32, bfloat16, float16
 compile: bool | str = 'auto'         # torch.compile; auto: for long runs [in (True, False, 'auto')]
 shard = False                        # spread weights over the ranks (FSDP) [if TORCHRUN]
-checkpoint_activations: bool | int = False  # backward recomputes every n-th block
+checkpoint_activations: bool | int = False  # n: backward recomputes every n-th block
 deterministic = False                # bit-exact on CUDA too, but slower
 seed = 1337                          # seed of weights, batches, dropout [< 2**64]
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tune_file='config/finetune.py')
@@ -123,7 +123,7 @@ config = settings.config
 given = settings.given
 os.environ.setdefault('PYTORCH_ALLOC_CONF', os.environ.get(
     'PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True'))  # reduces fragmentation of CUDA memory
-os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # for deterministic matmul before torch 2.13
+os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # torch < 2.13 needs it for deterministic matmul
 
 import numpy as np
 import torch
@@ -148,7 +148,7 @@ from prepare import Bins, count_bytes, data_folder, identity, load_tokenizer, re
 
 # learning rate ----------------------------------------------------------------------------------------------
 
-SCHEDULES = {  # completed share of the decay -> 1 at the peak, 0 at min_lr
+SCHEDULES = {  # completed share of the decay -> rate, from 1 (peak) to 0 (min_lr)
     'cosine': lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     'linear': lambda done: 1 - done,
     'wsd': lambda done: 1 - done,  # warm-up, stable, decay: arXiv:2404.06395
@@ -197,8 +197,8 @@ def all_reduce(x, **op):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """A permutation of n sequences. If n > 2**20, shuffled blocks of 64 adjacent sequences form equal parts,
-    and each part is shuffled, so that a disk reads whole blocks."""
+    """A permutation of n sequences. If n > 2**20, it has equal parts. Each part shuffles the sequences in
+    some random blocks of 64 adjacent sequences, so that it reads whole blocks from disk."""
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(n)
     n_blocks = -(-n // 64)
@@ -208,7 +208,7 @@ def sequence_order(seed, epoch, n):
 
 
 def sequence_indices(first, count, n, seed):
-    """Indices (count,) of the run's sequences, from number `first` on."""
+    """Indices (count,) of the sequences that the run reads after `first` others."""
     return np.array([sequence_order(seed, i // n, n)[i % n] for i in range(first, first + count)])
 
 
@@ -236,7 +236,7 @@ def to_device(arrays, device):
 
 @dataclasses.dataclass
 class Batch:
-    """A micro-batch. The mean of weight * loss over micro-batches and ranks is the mean loss over targets."""
+    """A micro-batch. The mean of weight * loss over all ranks' micro-batches is the mean loss per target."""
     inputs: torch.Tensor   # (B, T)
     targets: torch.Tensor  # (B, T), -1: no target
     weight: torch.Tensor | float = 1.0  # 0-d
@@ -264,9 +264,9 @@ def evaluation_batches(run, bins, batches):
     batch_size = run.config['batch_size']
     n = bins.n_sequences(run.model.config.block_size)
     count = min(n, batches * batch_size)
-    for start in range(0, count, RANKS * batch_size):  # sharding needs equally many calls on all ranks
+    for start in range(0, count, RANKS * batch_size):  # sharding needs equally many forward calls per rank
         places = np.arange(batch_size) + start + RANK * batch_size
-        # fill the last batch so that nothing recompiles
+        # fill the last batch: a rank may have no sequences left
         inputs, targets = bins.batch(places % count * n // count, run.model.config.block_size)
         yield inputs, np.where(places[:, None] < count, targets, -1)
 
@@ -386,7 +386,7 @@ def rounded(x):
 
 
 def orthogonalise(x):
-    """Brings singular values of x, (n, rows, columns), near 1 by five Newton-Schulz steps (Jordan)."""
+    """Brings singular values of x, (n, rows, columns), near 1 by Keller Jordan's five Newton-Schulz steps."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -397,8 +397,8 @@ def orthogonalise(x):
 
 
 def param_groups(model, config, chosen):
-    """An optimizer's param_groups, for parameters whose group is in `chosen`. Without lr_scales, the group
-    with weight decay is first, as in nanoGPT."""
+    """An optimizer's param_groups, for parameters whose tag.group is in `chosen`. Without lr_scales,
+    parameters with weight decay are first, as in nanoGPT."""
     groups = {(True, 1.0): [], (False, 1.0): []}
     for name, w in model.named_parameters():
         group = model.tags[name].group
@@ -415,7 +415,7 @@ def adamw(model, config, chosen=GROUPS):
 
 
 def muon(model, config):
-    """Muon for matrices in blocks, AdamW for others."""
+    """Muon for matrices in blocks, AdamW for other parameters."""
     others = adamw(model, config, GROUPS.keys() - {'matrix'})
     matrices = param_groups(model, config, ['matrix'])
     if not matrices:  # LoRA freezes them
@@ -430,7 +430,7 @@ OPTIMIZERS = {  # name -> function(model, settings) that returns a list of optim
 
 
 def make_optimizers(model, config):
-    """Raises UserError for wrong lr_scales, or if a trained parameter has no optimizer or several."""
+    """Raises UserError for wrong lr_scales, or unless each trained parameter has exactly one optimizer."""
     groups = {tag.group for tag in model.tags.values()}
     scales = config['lr_scales']
     if not (scales.keys() <= groups and all(type(x) in (int, float) and x > 0 for x in scales.values())):
@@ -455,8 +455,8 @@ def load_optimizers(model, optimizers, states):
         w = weights[key]
         for name, value in state.items():
             if torch.is_tensor(value) and value.ndim:
-                like = owners[w].state[w].get(name, w)  # states not shaped like w exist from the start
-                value = value[:len(like)]  # block_size may be smaller now
+                like = owners[w].state[w].get(name, w)  # a state that is still missing has w's shape
+                value = value[:len(like)]  # a smaller block_size has fewer position embeddings
                 if value.shape != like.shape:
                     raise UserError(f"the checkpoint's {name} {tuple(value.shape)} does not fit a parameter "
                                     f"{tuple(w.shape)}: resume with the code that trained it")
@@ -483,7 +483,7 @@ def checkpoint_blocks(model, every):
 
 
 def forward_recomputed(block, x, context):
-    """Uses copies, because later blocks change the context before backward."""
+    """Copies the context, because later blocks change it before backward."""
     before = copy.copy(context)
 
     def forward(x):
@@ -523,7 +523,8 @@ def split_like(w, value):
 
 
 def gather(state):
-    """A state with whole tensors on rank 0's CPU, None elsewhere. All ranks must call it."""
+    """The state, but split tensors become whole on rank 0's CPU and None on other ranks. All ranks must call
+    this function."""
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_map_only
 
@@ -554,9 +555,9 @@ def is_sharded(w):
 # one iteration ----------------------------------------------------------------------------------------------
 
 NUMBERS = {  # Run's attributes in checkpoints, with immutable initial values
-    'iter_num': 0,                   # updates so far
+    'iter_num': 0,
     'best_val_loss': math.inf,
-    'best_iter': None,               # iteration of best_val_loss
+    'best_iter': None,
     'tokens': 0,                     # tokens read by all ranks
     'skipped': 0,                    # skipped updates, which were not finite
     'wall_s': 0.0,                   # seconds, including those before resuming
@@ -568,7 +569,7 @@ class Run:
     """A model in training."""
 
     def __init__(self, model, config, machine):
-        self.model = self.forward = model  # forward may be compiled, or in DDP
+        self.model = self.forward = model  # forward may later be compiled, or wrapped in DDP
         self.config = config
         self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
@@ -582,12 +583,13 @@ class Run:
         self.tokens_per_update = (config['gradient_accumulation_steps'] * config['batch_size']
                                   * model.config.block_size)  # on all ranks
         vars(self).update(NUMBERS)
-        self.skips = self.in_a_row = 0  # skipped updates: unreported, in a row
+        self.skips = 0  # skipped updates since the last report
+        self.in_a_row = 0  # consecutive skipped updates
         self.saved = None  # iteration of ckpt.pt
         self.patient = None  # process group of wait_for_rank_0
 
     def wait_for_rank_0(self):
-        """Writing a large checkpoint can exceed the timeout of other process groups."""
+        """Uses `patient`: writing a large checkpoint can exceed the timeout of other process groups."""
         if self.patient:
             dist.barrier(self.patient)
 
@@ -631,7 +633,7 @@ def step(run, batch):
     run.tokens += run.tokens_per_update
     run.skips = run.skips + ~moved
     run.in_a_row = (run.in_a_row + 1) * ~moved
-    if load is not None:  # largest load relative to its layer's mean
+    if load is not None:
         row['load_max'] = (load.amax(1) / load.mean(1)).max()
     return row | {'iter': run.iter_num, 'lr': lr, 'grad_norm': grad_norm}
 
@@ -651,7 +653,7 @@ def gradients(run, batch):
         loss = (loss + further) * micro.weight
         if 'load' in aux:
             loads.append(aux['load'])
-        # a loss that is not finite makes all ranks' gradients nan
+        # if a loss is not finite, nan gradients make all ranks skip the update
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         run.scaler.scale(loss / len(batch)).backward()
     return {'loss': sum(losses) / len(batch), 'weight': sum(micro.weight for micro in batch),
@@ -674,7 +676,7 @@ def update(run, load):
             grad_norm = grad_norm.full_tensor()
         moved = grad_norm.isfinite()
         for opt in run.optimizers:
-            # fused optimizers skip steps on the device
+            # fused optimizers can skip a step without waiting for the device
             if getattr(opt, '_step_supports_amp_scaling', False) and run.machine.device != 'mps':
                 opt.found_inf = (~moved).float()
             elif not moved:
@@ -852,8 +854,8 @@ LOG_FIELDS = {
 
 
 def start_files(out_dir, after, old, **facts):
-    """Starts run.json, and log.csv with its complete rows up to iteration `after`. Once both are written,
-    renames an earlier run's files."""
+    """Starts run.json and log.csv. log.csv keeps its complete rows up to iteration `after`. Once both
+    are written, renames an earlier run's files."""
     log = Path(out_dir, 'log.csv')
     lines = [LOG_FIELDS]
     with reading(log):
@@ -875,7 +877,7 @@ def number(x):
 
 
 def log_row(path, wandb_run, row):
-    """Adds a row to the log and to wandb's run, if any. A full disk loses only the row."""
+    """Adds a row to the log and to wandb's run, if any."""
     texts = {name: format(number(x), LOG_FIELDS[name]) for name, x in row.items() if x is not None}
     if RANK == 0:
         try:
@@ -903,7 +905,7 @@ def measure(run, row, seconds, epoch):
 
 
 def describe(row, seconds_left):
-    """The line to print. seconds_left: None for the first iteration."""
+    """The line to print."""
     line = f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, norm {row['grad_norm']:.2f}, "
     if seconds_left is None:
         return f"{line}{row['ms_per_iter'] / 1e3:.1f} s including warm-up"
@@ -916,7 +918,7 @@ def describe(row, seconds_left):
 
 STOP = 'SIGINT', 'SIGTERM', 'SIGHUP', 'SIGUSR1'
 TIME_IS_OVER = 1
-UNFINISHED = 'running', 'stopped'  # status, in run.json, of a run to resume
+UNFINISHED = 'running', 'stopped'  # run.json's status if a run should be resumed
 
 
 def stop_on_signals():
@@ -929,7 +931,7 @@ def stop_on_signals():
         if number == signal.SIGINT and status in signals:
             raise KeyboardInterrupt
         if RANK == 0 and not signals:
-            os.write(2, b'\nstopping after this iteration\n')  # the signal may interrupt a print
+            os.write(2, b'\nstopping after this iteration\n')  # print() can fail inside another print()
         signals.append(status)
     for name in STOP:
         number = getattr(signal, name, None)  # Windows lacks some signals
@@ -982,7 +984,7 @@ if __name__ == '__main__':
                  if label != 'config/default.py' or label in sys.argv}
         model_args = {name: model_args[name] for name in model_args if name in given}
     model = source_tokenizer = None
-    source = {}  # a checkpoint without its weights
+    source = {}  # or a checkpoint without its weights
     if init_from != 'scratch':
         meta = None if resumed else read_meta(data_folder(dataset))
         longest = None
@@ -1050,7 +1052,7 @@ if __name__ == '__main__':
                         f"{block_size}: give --block_size={meta['packed']}, or prepare it again with "
                         f"--block_size={block_size}")
     for bins in train_bins, val_bins:
-        bins.n_sequences(block_size)  # raises ValueError without sequences
+        bins.n_sequences(block_size)  # raises UserError if the data is too short
         bins.vocab_size = model.config.vocab_size
         if meta['vocab_size'] > bins.vocab_size:
             bins.check_vocabulary()
@@ -1138,7 +1140,7 @@ if __name__ == '__main__':
             run.wandb_id = wandb_run.id
         best = Path(out_dir, 'best.pt')
         old = ['*.pt', 'log.csv', 'run.json']
-        if resumed:  # ckpt.pt may have become better than best.pt
+        if resumed:  # best.pt is outdated if ckpt.pt has become better
             old = ['best.pt'] * (always_save_checkpoint and run.best_iter in (None, first_it))
         start_files(out_dir, first_it, old, status='running', error=None, config=config, params=n_params,
                     data=folder, data_identity=identity(meta))
@@ -1146,7 +1148,7 @@ if __name__ == '__main__':
 
     # the loop
     files = []
-    if parts:  # the files may set another init_from
+    if parts:  # config files may set another init_from
         files = [*(arg for arg in sys.argv[1:] if arg.endswith('.py')), '--init_from=resume']
     began = START - run.wall_s
     row = None

@@ -3,8 +3,8 @@
 #   python prepare.py examples/pydoc_chat.py && python train.py config/chat.py
 #   python sample.py --out_dir=out-chat --chat
 # The architecture is the base model's. Training all weights reaches a loss of 0.69 on the answers. From an
-# earlier base model it reached 0.64, and adapters (--lora_rank=8 --learning_rate=1e-2) reached only 2.87,
-# because adapters hold few facts.
+# earlier base model, training all weights reached 0.64, but training adapters (--lora_rank=8
+# --learning_rate=1e-2) reached 2.87, because adapters hold few facts.
 init_from = 'out'
 out_dir = 'out-chat'
 dataset = 'pydoc_chat'

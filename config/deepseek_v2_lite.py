@@ -1,4 +1,4 @@
-# DeepSeek-V2-Lite (arXiv:2405.04434): latent attention, 64 experts, 6 active per token, 2 shared.
+# DeepSeek-V2-Lite (arXiv:2405.04434): latent attention, 64 routed experts (6 active per token), 2 shared.
 # 15,706,484,224 parameters:
 #   python bench.py params config/deepseek_v2_lite.py
 block_size = 163840
@@ -6,7 +6,7 @@ vocab_size = 102400
 n_layer = 27
 n_head = 16
 n_embd = 2048
-d_ff = 10944            # width of the first layer, which is dense
+d_ff = 10944            # width of the first layer's dense MLP
 kv_lora_rank = 512
 qk_nope_head_dim = 128
 qk_rope_head_dim = 64

@@ -1,4 +1,4 @@
-# Falcon 7B (arXiv:2311.16867): multi-query, attention and MLP in parallel after one norm, rotary.
+# Falcon 7B (arXiv:2311.16867): rotary multi-query attention in parallel with the MLP, after one norm.
 # 6,921,720,704 parameters:
 #   python bench.py params config/falcon_7b.py
 block_size = 2048

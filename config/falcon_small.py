@@ -1,4 +1,4 @@
-# A small Falcon 7B: multi-query, attention and MLP in parallel after one LayerNorm, GELU, RoPE.
+# A small Falcon 7B: RoPE, GELU, multi-query attention in parallel with the MLP, after one LayerNorm.
 #   python prepare.py --tokenizer=byte && python train.py config/falcon_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-falcon_small'

@@ -7,7 +7,7 @@ norm_eps = 1e-5
 mlp = 'gelu_tanh'
 qk_norm = False
 tie_word_embeddings = True
-bias = True             # nanoGPT trains with --bias=False
+bias = True             # as in GPT-2; nanoGPT trains with --bias=False
 block_size = 1024
 n_layer = 12
 n_head = 12

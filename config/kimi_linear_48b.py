@@ -1,5 +1,5 @@
-# Kimi Linear 48B (arXiv:2510.26692): Kimi Delta Attention. Every fourth layer has latent attention
-# without positions. 49,122,675,072 parameters, 3.5B of them active:
+# Kimi Linear 48B (arXiv:2510.26692): Kimi Delta Attention. Every fourth layer and the last have
+# latent attention without positions. 49,122,675,072 parameters, 3.5B of them active:
 #   python bench.py params config/kimi_linear_48b.py
 block_size = 1048576
 vocab_size = 163840

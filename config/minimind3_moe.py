@@ -7,4 +7,4 @@ n_expert = 4
 n_expert_active = 1
 norm_topk_prob = False  # MiniMind has True, which makes the weight of a single expert 1, so
 #                         that only the balance loss trains the router
-balance_loss = 0.004    # MiniMind adds 5e-4 for each of 8 layers; here the loss is the layers' mean
+balance_loss = 0.004    # 8 x MiniMind's 5e-4: MiniMind adds the losses of 8 layers; here they are averaged

@@ -7,5 +7,5 @@ n_embd = 640
 n_expert = 4
 n_expert_active = 2
 n_shared_expert = 1
-balance_loss = 0.08     # MiniMind adds 0.01 for each of 8 layers; here the loss is the layers' mean
+balance_loss = 0.08     # 8 x MiniMind's 0.01: MiniMind adds the losses of 8 layers; here they are averaged
 balance_per_sequence = True

@@ -8,4 +8,4 @@ n_kv_head = 8
 n_embd = 1024
 head_dim = 128
 d_ff = 3072
-rope_base = 1e6         # the model was trained without rope_scaling
+rope_base = 1e6         # and no rope_scaling, as in training

@@ -1,5 +1,5 @@
 # A 124M decoder with Qwen3's architecture, for GPUs:
-#   python prepare.py fineweb_edu --shards=25         (5 GB; or your own text: --dataset=...)
+#   python prepare.py fineweb_edu --shards=25         (5 GB; for your own text, train with --dataset=...)
 #   torchrun --standalone --nproc_per_node=8 train.py config/small.py
 dataset = 'fineweb_edu_gpt2'
 out_dir = 'out-small'

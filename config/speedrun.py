@@ -2,9 +2,9 @@
 # `python bench.py train config/speedrun.py` measures a step.
 #   python prepare.py && python train.py config/speedrun.py examples/value_embeddings.py
 #   python sample.py examples/value_embeddings.py --out_dir=out-speedrun
-# It is config/default.py with residual_lambdas. With value embeddings, 750 iterations reach 2.588. Without
-# residual_lambdas they reach 2.626, and config/default.py reaches 2.683 (one seed, float32). No published
-# family computes this model, so it cannot be exported.
+# This is config/default.py with residual_lambdas. With value embeddings, the loss reaches 2.588 in 750
+# iterations. Value embeddings without residual_lambdas reach 2.626, and config/default.py reaches 2.683 (one
+# seed, float32). No published family computes this model, so it cannot be exported.
 dataset = 'pystdlib_bpe4096'
 out_dir = 'out-speedrun'
 

@@ -7,8 +7,8 @@ of all earlier attentions and MLPs.
     python sample.py examples/attention_residuals.py --start=def
 
 Each attention and MLP has a learned query. The keys are the normalised outputs of the same token,
-so that the cache needs no further entries. The queries start at zero, which makes the first
-weights uniform (section 5). A last query selects the input of the head. This is the paper's full
+so that the cache needs no further entries. The queries start at zero, which makes the initial
+weights uniform (section 5). A last query selects the input of the output head. This is the paper's full
 form, in which all outputs of a forward pass remain in memory.
 
 Difference from the paper: the norm of the keys has no weights, because they would only multiply
@@ -36,13 +36,13 @@ def mixed(query, sources):
 
 
 class DepthBlock(Block):
-    """A block that adds two sources to the list. The last block returns the mix of all."""
+    """A block that appends its two outputs to the sources. The last block returns the mix of all sources."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.eps = config.norm_eps
         is_last = layer == config.n_layer - 1
-        # the first attention has only one source, the embedding
+        # the first attention needs no query, because its only source is the embedding
         self.attn_query, self.mlp_query, self.last_query = (
             parameter(config.n_embd, init=nn.init.zeros_, group='vector') if is_used else None
             for is_used in (layer > 0, True, is_last))
@@ -66,7 +66,7 @@ def make_block(config, layer):
 
 
 def blocks(self, x0, context):
-    """x0 (B, T, C) -> the input of the head, (B, T, C)"""
+    """x0 (B, T, C) -> the input of the output head, (B, T, C)"""
     x = [source(x0, self.config.norm_eps)]
     for block in self.h:
         x = block(x, context)
@@ -75,4 +75,4 @@ def blocks(self, x0, context):
 
 model.make_block = make_block
 GPT.blocks = blocks
-norm_eps = 1e-9  # the means of many sources are small
+norm_eps = 1e-9  # tiny, because the means of many sources are small

@@ -5,8 +5,8 @@ residual connection, which let neighbouring tokens exchange information inside a
     python train.py examples/canon.py
     python sample.py examples/canon.py --start=def
 
-There are four in each block: A before attention, B on queries, keys and values, C before the MLP, and D
-before the activation of the MLP. Each is a Mixer inside a block, and its state is the last tokens.
+There are four in each block: A before attention; B on queries, keys and values; C before the MLP; D before
+the activation of the MLP. Each is a Mixer inside a block, and the cache keeps its last inputs as its state.
 """
 import torch
 
@@ -18,7 +18,7 @@ KERNEL = 4  # tokens that a convolution sees, including the current one
 
 
 class Canon(Mixer):
-    """x (B, T, channels) + its convolution over the last tokens, per channel."""
+    """x (B, T, channels) -> x + its convolution over the last tokens, per channel."""
 
     documents = True
 

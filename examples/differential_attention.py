@@ -35,7 +35,7 @@ class DifferentialAttention(Attention):
         self.lambdas = parameter(4, D, init=init, group='vector')
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)  # the paper counts layers from 1
         self.head_norm = Norm(2 * D, config)
-        self.head_widths = D, 2 * D  # flops counts them
+        self.head_widths = D, 2 * D  # flops() counts them
 
     def attend(self, q, k, v, context):
         v = torch.cat(v.chunk(2, dim=1), dim=-1)                  # (B, K / 2, S, 2 D)

@@ -1,6 +1,6 @@
 """
-Engram (arXiv:2601.07372, sections 2.2 and 2.3): a memory of n-grams inside a layer, which the model reads by
-a hash of the last tokens and gates by its hidden state.
+Engram (arXiv:2601.07372, sections 2.2 and 2.3): a layer's memory of n-grams. A hash of the last tokens
+selects rows of the memory, and the hidden state gates them.
 
     python train.py examples/engram.py
     python sample.py examples/engram.py --start=def
@@ -8,7 +8,7 @@ a hash of the last tokens and gates by its hidden state.
 Engram is a Mixer inside a block: the cache keeps the ids of the last tokens as its state. The memory costs
 parameters but nearly no time. Two parts of the paper are not here: the merging of similar tokens before the
 hash, and the short convolution after the gate (see examples/canon.py). The authors' demo also takes a signed
-square root of the score before the sigmoid.
+square root of the gate's score before the sigmoid.
 """
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from model import Block, Embedding, Linear, Mixer, Norm, branch_init
 
 LAYERS = {1}  # blocks with a memory
 MULTIPLIERS = 1367130551, 1799430233, 2010234679  # odd numbers, one per token of an n-gram
-PRIMES = (4093, 4091), (4079, 4073)  # rows of two tables for pairs of tokens, and of two for triples
+PRIMES = (4093, 4091), (4079, 4073)  # rows per table: two tables for pairs of tokens, two for triples
 
 
 class Engram(Mixer):
@@ -38,7 +38,7 @@ class Engram(Mixer):
         self.states = [((len(PRIMES),), torch.long)]  # the tokens before the new ones
 
     def flops(self, length):
-        return 0  # apart from the products with weights
+        return 0  # model.cost counts the products with weights
 
     def rows(self, context):
         """The row that a token reads in each table, (B, T, tables)."""

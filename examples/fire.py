@@ -12,7 +12,7 @@ with learned c, L and f.
 
 The input of f is between 0 and 1 at any length. f has one hidden layer and one output per head. It
 has no bias after the last layer, because the softmax would cancel it. The example adds b to the
-scores in Attention.attend. Positions come from the context and its cache, and i counts from the
+scores in Attention.attend. Positions come from `context` and its cache, and i counts from the
 start of the document.
 """
 import functools
@@ -35,7 +35,7 @@ def constant(value):
 
 
 class FireAttention(Attention):
-    """Attention with a learned function of the distance."""
+    """Attention with the learned bias b(i, j)."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

@@ -9,7 +9,7 @@ Each sequence of block_size tokens is cut into pieces, which become sequences of
 stages of equal length, and each stage has its own number of pieces. A batch has the same tokens as without
 this file. Therefore each update reads the same number of tokens, each epoch reads each position of the data
 once, and runs resume and use several ranks as usual. The printed mfu is too high for pieces, because it
-assumes block_size.
+counts attention over block_size tokens.
 """
 from configurator import UserError
 from train import read_batches as read_whole_batches
@@ -18,7 +18,7 @@ PIECES = (4, 2, 1)  # pieces per sequence, by stage; the last should be 1
 
 
 def n_pieces(it, config):
-    """The number of pieces in iteration `it`. The stages end with the decay of the learning rate."""
+    """The number of pieces in iteration `it`. The last stage ends at lr_decay_iters, by default max_iters."""
     end = config['lr_decay_iters'] or config['max_iters']
     return PIECES[min(it * len(PIECES) // end, len(PIECES) - 1)]
 

@@ -7,7 +7,7 @@ streams (equation 2): B^T T(H^T A_m)^T + A_r^T H.
     python sample.py examples/hyper_connections.py --start=def
 
 The weights depend on the token (dynamic hyper-connections, equations 10 to 13). At the start, A_m
-selects one stream, B is 1, A_r is the identity, and nothing depends on the token (equation 14), so
+selects one stream, B is 1, A_r is the identity, and no weight depends on the token (equation 14), so
 that the model equals the usual pre-norm one. The streams belong to one token: the cache needs no
 further entries. examples/mhc.py constrains the weights.
 
@@ -40,7 +40,7 @@ class HyperConnection(nn.Module):
         self.scales = parameter(2, init=scale_init, group='scalar')          # s_alpha, s_beta
 
     def flops(self, length):
-        # products with streams, and with `dynamic` for all streams but the first
+        # products with streams, and with `dynamic` for N - 1 streams: model.cost counts the other
         return 6 * self.dynamic.in_features * (N * (N + 1) + (N - 1) * (N + 2))
 
     def forward(self, streams, function):

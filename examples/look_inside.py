@@ -6,7 +6,7 @@ Prints what happens inside a trained model when it reads a text.
 For each head: the entropy of the attention, the mean distance that the head looks back, and its weights
 on the token itself and on the first token. For each layer: the root mean square (RMS) of the residual
 stream and of its gradient. For each rotary pair: the wavelength without and with rope_scaling. For three
-lengths: the size of the attention scores.
+lengths: the memory of the attention scores.
 """
 import math
 

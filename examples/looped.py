@@ -1,7 +1,7 @@
 """
 A looped transformer (recurrent depth, arXiv:2502.05171, sections 3.1 and 3.2): the middle blocks
-run several times. Each repetition starts with an adapter, whose input is the state and the output
-of the first blocks.
+run several times. Each repetition starts with an adapter for two inputs: the previous repetition's
+output (the state) and the output of the first blocks.
 
     python train.py examples/looped.py --n_layer=8
     python sample.py examples/looped.py --start=def
@@ -12,7 +12,7 @@ The paper calls the first quarter of the blocks "prelude", the middle "core", an
 Differences from the paper: it samples the number of repetitions in training, and backpropagates
 through only the last 8. Here the number is fixed, and backpropagation is complete. The paper's
 first state is random; here it is zero, so that equal prompts have equal logits. The paper also
-normalises the residual stream in each block and after the core; here, norm_placement sets norms.
+normalises the residual stream in each block and after the core; here, norm_placement places the norms.
 """
 import torch
 
@@ -28,7 +28,7 @@ def core(n_layer):
 
 
 class CoreBlock(Block):
-    """A block that may belong to the core. The first one has the adapter."""
+    """A block that may belong to the core. The core's first block has the adapter."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -38,7 +38,7 @@ class CoreBlock(Block):
         self.n_weights = sum(w.numel() for w in self.parameters() if w.tag.group == 'matrix')
 
     def flops(self, length):
-        """Training FLOPs per token of the further repetitions"""
+        """Training FLOPs of the further repetitions, per token"""
         return self.n_more * (6 * self.n_weights + sum(part.flops(length) for part in mixers(self)))
 
 

@@ -14,9 +14,8 @@ This file replaces the connections of examples/hyper_connections.py, which has t
 block. The weights depend on all streams of the token, so that the cache needs no further entries.
 All streams are equal at the start, and H_post is 1: the model equals the usual pre-norm one.
 
-Difference from the paper, which gives only alpha's initial value: here, phi starts at zero. The
-initial biases let each attention and MLP read mainly one stream, and keep H_res close to the
-identity.
+The paper gives an initial value only for alpha. Here, phi starts at zero. The initial biases let each
+attention and MLP read mainly one stream, and keep H_res close to the identity.
 """
 import functools
 
@@ -55,7 +54,7 @@ class HyperConnection(nn.Module):
         self.static = parameter(2 * N + N * N, init=static_init, group='vector')   # the biases b
 
     def flops(self, length):
-        return 6 * self.phi.in_features * (N + 1)                                  # apart from phi
+        return 6 * self.phi.in_features * (N + 1)                                  # without phi's matmul
 
     def forward(self, streams, function):
         """streams (B, T, N, C), function (B, T, C) -> (B, T, C)"""

@@ -29,7 +29,7 @@ class BlockAttention(Attention):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        # keys from one mean to the next; documents, and so blocks, may start at any key
+        # keys from one mean to the next: 1 if documents, and so blocks, may start at any key
         self.stride = BLOCK if config.document_token is None else 1
 
     def attend(self, q, k, v, context):
@@ -42,7 +42,7 @@ class BlockAttention(Attention):
         S = k.shape[2]
         block = torch.arange(math.ceil(S / BLOCK), device=q.device)
         start = (context.positions - context.position_ids)[:, None, :, None]  # (1 or B, 1, T, 1)
-        last = context.positions[:, None, :, None].clamp(max=S - 1)  # padding may exceed the keys
+        last = context.positions[:, None, :, None].clamp(max=S - 1)  # padding may have larger positions
         own = (last - start) // BLOCK
         key = torch.arange(S, device=q.device) - start                        # (1 or B, 1, T, S)
 
@@ -62,7 +62,7 @@ class BlockAttention(Attention):
 
 
 def block_means(k, stride):
-    """k (B, K, S, D) -> (B, K, means, D): means of BLOCK adjacent keys, starting at every stride-th"""
+    """k (B, K, S, D) -> (B, K, means, D): means of BLOCK adjacent keys, starting at every stride-th key"""
     k = F.pad(k, (0, 0, 0, BLOCK - 1))  # only the last block can be incomplete; its mean is unused
     return F.avg_pool1d(k.flatten(0, 1).mT, BLOCK, stride).mT.unflatten(0, k.shape[:2])
 

@@ -6,8 +6,8 @@ preconditioners. AdamW optimizes the other parameters.
     python train.py config/llama_small.py examples/soap.py --learning_rate=3e-3
 
 The optimizer is an entry of OPTIMIZERS. It preconditions each projection of a fused matrix separately. All
-of its state exists from the start, because a preconditioner does not have the shape of its parameter. As in
-the authors' code, Adam's bias is corrected, and the first gradient only starts the preconditioners.
+of its state exists from the start: load_optimizers cannot infer a preconditioner's shape from its parameter.
+As in the authors' code, Adam's bias is corrected, and the first gradient only initializes preconditioners.
 """
 import math
 
@@ -41,7 +41,7 @@ class Soap(torch.optim.Optimizer):
         for group in self.param_groups:
             for w in group['params']:
                 state = self.state[w]
-                # a weight's gradient is zero while the projections after it are zero
+                # skip first gradients, which are zero while the projections after the weight are zero
                 if w.grad is not None and (state['step'] >= 0 or w.grad.any()):
                     state['step'] += 1
                     for i, part in enumerate(zip(*(tensor.split(self.row_splits[w], dim=-2) for tensor in (

@@ -8,7 +8,7 @@ The text is the same as without this file, because the noise of a token depends 
 and the position: a draft token is accepted if it is the token that the model would have drawn. Text that
 repeats itself needs fewer passes; on a CPU, a pass for 9 tokens takes longer than a pass for one. Samples
 are drawn one at a time, and --batch_size has no effect. Layers with a state (letters B, C, D and K of
-mixer_pattern) cannot forget rejected tokens.
+mixer_pattern) raise an error, because they cannot forget rejected tokens.
 """
 import os
 
@@ -24,7 +24,7 @@ DRAFT = 8  # draft tokens per pass
 
 def lookup(context):
     """Finds the latest earlier occurrence of the last 3 tokens, or of 2, or of 1. Returns the DRAFT tokens
-    after it, which may repeat, or [] if there is none."""
+    after it (if fewer remain, they repeat), or [] if there is no occurrence."""
     ends = [i for i in range(1, len(context)) if context[i - 1] == context[-1]]
     if not ends:
         return []
@@ -57,7 +57,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             context = sample.tokens[sample.first:]
             draft = lookup(context) if len(context) + DRAFT <= cache.max_len else []
             seen = torch.zeros(1, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
-            seen[..., sample.tokens] = True  # draft tokens come from the text
+            seen[..., sample.tokens] = True  # includes draft tokens, which come from the text
             done = max_new_tokens - sample.n_left
             drawn = run_step(model, torch.tensor([sample.tokens[-1:] + draft], device=device), cache,
                              noise[None, done:done + 1 + len(draft)], seen, sampling)[0].tolist()

@@ -1,7 +1,7 @@
 """
-T5's relative position bias: each head adds a learned number to the score of a query and a key, and distances
-share 32 numbers (arXiv:1910.10683, section 2.1). The model has no other positions. The bucket of a distance d
-between a query and an earlier key, in T5's decoder, is
+T5's relative position bias (arXiv:1910.10683, section 2.1): each head adds one of 32 learned numbers to the
+score of a query and an earlier key. The bucket of their distance d selects the number. The model has no other
+positions. In T5's decoder, the bucket is
 
     d                                                                if d < 16
     min(31, 16 + floor(16 log(d / 16) / log(128 / 16)))              otherwise
@@ -29,7 +29,7 @@ MAX_DISTANCE = 128  # the logarithmic buckets end here
 
 def bucket_of(distance):
     """A tensor of integer distances >= 0 -> buckets"""
-    exact = BUCKETS // 2  # one bucket per distance
+    exact = BUCKETS // 2  # smaller distances have their own buckets
     ratio = torch.log(distance.clamp(min=exact) / exact) / math.log(MAX_DISTANCE / exact)  # 0 to 1, or more
     far = exact + (ratio * (BUCKETS - exact)).long()
     return torch.where(distance < exact, distance, far.clamp(max=BUCKETS - 1))

@@ -18,7 +18,7 @@ import torch
 import train
 
 update_weights, load_states = train.update, train.load_optimizers  # before they are replaced
-DECAY = 0.98  # factor on the share of older weights per iteration
+DECAY = 0.98  # each iteration multiplies the share of older weights by this
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def mean_weights(run):
 
 
 def on_mean(function):
-    """Makes a function of a run use the mean."""
+    """Wraps function(run, ...) to use the mean of the weights."""
     def with_mean(run, *args):
         with mean_weights(run):
             return function(run, *args)

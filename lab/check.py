@@ -5,7 +5,7 @@ to compute the same results.
     python lab/check.py config/llama_small.py
     python lab/check.py --init_from=out       # a small model of the checkpoint's kind
 
-A check is a function of a small config. It raises AssertionError or returns a remark or None.
+A check is a function of a small config. It raises AssertionError, or else returns a remark or None.
 """
 import os
 import sys
@@ -165,8 +165,8 @@ SMALL_EFFECT = (  # or no effect
 
 @torch.no_grad()
 def check_options(config):
-    """Checks that resetting each field to its default changes weight shapes, or logits or a loss by at
-    least 1%."""
+    """Checks that resetting each field to its default changes logits or a loss by at least 1%, or else a
+    weight's shape."""
     def outcome(config):
         torch.manual_seed(0)
         model = randomized(config).train()
@@ -175,7 +175,7 @@ def check_options(config):
         return [w.shape for w in model.state_dict().values()], [model(idx), loss, *aux.values()]
     shapes, found = outcome(config)
     for field in dataclasses.fields(config):
-        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # another field needs it
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # another field may need this one
             other = dataclasses.replace(config, **{field.name: field.default})
             if other != config and field.name not in SMALL_EFFECT:
                 others, values = outcome(other)
@@ -202,7 +202,7 @@ def check_documents(config):
 
 @torch.no_grad()
 def check_cache(config):
-    """Compares one pass with many ways to use caches, which shows that no token sees later
+    """Compares many ways to use caches with one full pass. This also shows that no token sees later
     tokens. If it fails, look at make_mask, Cache, slots and states."""
     model = randomized(config)
     if not all(getattr(part, 'causal', True) for part in model.modules()):

@@ -7,8 +7,8 @@ Trains variants of a run with the same seeds and data, and compares them.
     python lab/compare.py config/default.py --variants="['../old:', '', '--mlp=gelu']"
 
 The first variant is the baseline. A variant has flags for train.py, a code folder with a colon
-('../old:'), or both. Other flags of train.py apply to all variants. The script copies the code, so you may
-edit it meanwhile.
+('../old:'), or both. Flags of train.py outside --variants apply to all variants. Runs use a copy of the
+code, so you may edit the code meanwhile.
 
 You can stop and continue, because the script reuses finished runs in out-compare/. Delete this folder if
 you change a checkpoint that runs start from.
@@ -71,18 +71,18 @@ from prepare import Bins, data_folder, identity
 from train import UNFINISHED, lock_folder
 
 RUNS = 'out-compare'
-COUNTS = 'none', 'params', 'active_params', 'inner_params'  # counts that bench.py params prints
+COUNTS = 'none', 'params', 'active_params', 'inner_params'  # counts that `bench.py params` prints
 
 # variants ---------------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass
 class Variant:
-    """Code and arguments of train.py."""
+    """A code folder, and arguments for its train.py."""
     name: str
     code: Path      # folder
     args: list      # without seed and out_dir
     settings: dict  # all values of train.py, GPTConfig and config files
-    inputs: list    # a hash of the code, the data's meta, texts of config files
+    inputs: list    # [the code's hash, the data's meta, the config files' texts]
 
     def folder(self, seed):
         text = dumps([self.inputs, self.settings, self.args, seed], skipkeys=True,
@@ -122,7 +122,7 @@ def last_line(text):
 
 @functools.cache
 def copy_code(source, place):
-    """Copies a folder's code. Returns the copy, and a hash of the files that runs need."""
+    """Copies a folder's code. Returns the copy, and a hash of the files that a run needs."""
     code = Path(tempfile.mkdtemp(dir=place))
     digest = hashlib.sha256()
     for path in sorted([*source.glob('*.py'), *source.glob('*/*.py'), *source.glob('zoo/*.json')]):
@@ -145,7 +145,7 @@ def add_texts(texts, path):
 
 
 def make_variant(name, text, base, place):
-    """Makes a Variant. text: additions to `base`, arguments of train.py."""
+    """Makes a Variant. text: arguments of train.py to add to base."""
     with reading(f'variant {text!r}'):
         words = shlex.split(text)
     source = Path(words.pop(0)[:-1]) if words and words[0].endswith(':') else ROOT
@@ -199,7 +199,7 @@ def match_size(variant, target, kind):
 # runs -------------------------------------------------------------------------------------------------------
 
 def read_run(folder):
-    """The facts of an ended run, or None. They have an 'error' if it diverged, else 'rows' of log.csv."""
+    """The facts of an ended run: with 'error' if it diverged, else with 'rows' of log.csv. Otherwise None."""
     path = Path(folder, 'run.json')
     with reading(path):
         facts = loads(path.read_text('utf-8')) if path.exists() else {}
@@ -224,7 +224,7 @@ def run_variant(variant, seed):
     args = [*variant.args, f'--seed={seed}', f'--out_dir={folder}']
     os.makedirs(folder, exist_ok=True)
     if os.path.exists(f'{folder}/ckpt.pt') and variant.settings['time_limit'] is None:
-        args.append('--init_from=resume')  # last, because config files may define a mixer
+        args.append('--init_from=resume')  # config files stay, because they may define a mixer
     with open(f'{folder}/printed.txt', 'w+', encoding='utf-8', errors='replace') as f:
         process = subprocess.Popen([sys.executable, variant.code / 'train.py', *args], stdout=f,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -242,7 +242,7 @@ def run_variant(variant, seed):
 
 def run_all(variants, seeds, until, margin):
     """Completes all runs, seed by seed. Returns {name: run_variant's dicts}. A variant
-    gets no more seeds after a failure or, if until='decided', a clear verdict."""
+    gets no more seeds after a failure or, if until='decided', after a clear verdict."""
     runs = {variant.name: [] for variant in variants}
     remaining = [*variants]
     for seed in seeds:
@@ -271,8 +271,8 @@ OPEN = 'one seed', 'no difference seen'  # verdicts that more seeds may change
 
 def lasting(n, alpha):
     """The half-width of a confidence interval for the mean of n normal differences, in standard deviations.
-    Its error probability is at most alpha even if you look after each n. It uses the t statistic of
-    arXiv:2310.03722, for a mixture of effects with a standard deviation of 5."""
+    Its error probability is at most alpha, even if you check the mean at every n. The interval uses the
+    t statistic of arXiv:2310.03722, for a mixture of effects with a standard deviation of 5."""
     shrink = 5 ** -2 / (n + 5 ** -2)
     bound = (alpha * shrink ** 0.5) ** (-2 / n)
     ratio = (bound - 1) / (1 - bound * shrink) if bound * shrink < 1 else math.inf  # t^2 / (n - 1)
@@ -280,8 +280,8 @@ def lasting(n, alpha):
 
 
 def paired_difference(losses, baseline, alpha=None, margin=0.0):
-    """The mean difference of losses with the same seed, half of its 95% confidence interval or None, and the
-    verdict."""
+    """The mean difference of losses with the same seed, the half-width of its 95% confidence interval (or
+    None), and the verdict."""
     differences = np.subtract(losses, baseline[:len(losses)])
     n = len(differences)
     mean = differences.mean()

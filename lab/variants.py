@@ -1,5 +1,5 @@
-# Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; examples,
-# tricks, tricks_short, first_run and few_data need an hour or more.
+# Lists for `python lab/compare.py NAME`. Most lists need less than 20 minutes on 2 CPU cores; `examples`,
+# `tricks`, `tricks_short`, `first_run` and `few_data` need an hour or more.
 # Data: `python prepare.py --tokenizer=byte`. Exceptions:
 #   few_data                                   python prepare.py few.txt --tokenizer=char
 #                                              (few.txt: the first 200,000 bytes of Shakespeare)
@@ -51,7 +51,7 @@ LISTS = {
         'base': '', 'half as long': '--max_iters=100', 'twice as long': '--max_iters=400'} | TRICKS),
     'first_run': dict(base='config/default.py --sample_tokens=0', variants={
         'no windows': '--window=None --window_pattern=None', 'default': ''}),
-    'ladder': dict(base=GPT2, match='params', variants={  # each adds to the previous variant
+    'ladder': dict(base=GPT2, match='params', variants={
         'GPT-2': '', 'without biases': '--bias=False', 'RoPE': '--bias=False --pos=rope',
         'RMSNorm': '--bias=False --pos=rope --norm=rmsnorm',
         'SwiGLU': '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu', 'GQA, as Llama': LLAMA,
@@ -59,7 +59,7 @@ LISTS = {
     'few_data': dict(base=f'{QUICK} --dataset=few_char --epochs=8', variants={
         '8 epochs': '', '4 epochs': '--epochs=4', 'decay 1': '--weight_decay=1',
         'decay 2': '--weight_decay=2'}),
-    # inner_params excludes embeddings, such as those of engram
+    # inner_params excludes embeddings, such as those of engram.py
     'examples': dict(base=QUICK, match='inner_params', variants={
         'base': '', 'half as long': '--max_iters=150', 'twice as long': '--max_iters=600',
         'soap': 'examples/soap.py --learning_rate=3e-3', 'constant rate': '--decay_lr=False',

@@ -19,15 +19,15 @@ class Family(typing.NamedTuple):
     """How transformers stores one model_type.
 
     To add a family, change a similar one: see `like`. If new names are not enough, use a Rule for a field,
-    and `rows` or `layouts` for a tensor. A field of config.json that transformers reads but no column
-    mentions raises an error unless it has its default. After you add a family, run
-    `python .ci/defaults.py` to record its defaults.
+    and `rows` or `layouts` for a tensor. A field of config.json that only transformers reads raises an
+    error unless it has its default. After you add a family, run `python .ci/defaults.py` to record its
+    defaults.
     """
     arch: str                   # the class in transformers
-    fields: dict                # {GPTConfig's field: names in config.json}, if FIELDS does not fit; '': none
+    fields: dict                # changes to FIELDS: {GPTConfig's field: names in config.json}; '': no name
     fixed: dict                 # values of GPTConfig's fields that config.json lacks
     names: dict                 # our module or tensor: transformers' names, or a function of the
-    #                             config. Several names divide its rows in order. E is an expert's number.
+    #                             config. Several names divide our rows in order. E is an expert's number.
     #                             'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
     rules: dict = {}            # {config.json's fields: their Rule}
@@ -119,7 +119,7 @@ def rows_swapped(config, q, k, v):
 
 def ordered(ours, *stored, groups=None):
     """A function for Family.rows. ours: one letter per projection; stored: the letters in each stored tensor;
-    groups: the field with the number of groups, if each group has a share of every projection."""
+    groups: the field with the number of groups, if rows are stored group by group."""
     def rows(config, *parts):
         n = getattr(config, groups) if groups else 1
         named = {name: part.view(n, -1) for name, part in zip(ours, parts)}
@@ -189,7 +189,7 @@ def worded(pattern, theirs, words):
 
 
 def listed(pattern, theirs, marked, others):
-    """The rule for a list that numbers the layers with letter `marked`; other layers have letter `others`."""
+    """The rule for a list of the layers that have letter `marked`; other layers have letter `others`."""
     def read(given, args):
         return ''.join(marked if i in given else others for i in range(args['n_layer']))
 
@@ -241,7 +241,7 @@ def write_deepseek_v2(config, c):
 
 
 def read_indexer(c, args):
-    """Limits the context, because the indexer matters only above index_topk tokens."""
+    """Limits the context, because GPT lacks the indexer, which matters only above index_topk tokens."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
@@ -288,7 +288,7 @@ def write_granite_hybrid(config, c):
              shared_intermediate_size=width_of_shared(config) or config.d_ff)
 
 
-NEMOTRON_LAYERS = {  # words, or letters in older files: our letters
+NEMOTRON_LAYERS = {  # word, in older files a letter: our letter
     'M': 'B', '*': 'A', '-': 'D', 'E': 'E', 'mamba': 'B', 'attention': 'A', 'linear_attention': 'B',
     'full_attention': 'A', 'mlp': 'D', 'moe': 'E'}
 
@@ -324,8 +324,8 @@ def read_gemma(c, args):
 
 
 def read_gemma4(c, args):
-    """Layers without a window, such as the last layer, have heads of their own. An MLP next to experts
-    becomes a shared expert."""
+    """Layers without a window, such as the last layer, have their own head_dim and n_kv_head. An MLP next
+    to experts becomes a shared expert."""
     if pattern := args.get('window_pattern'):
         args['window_pattern'] = (pattern * args['n_layer'])[:args['n_layer'] - 1] + 'L'
     full = dict(head_dim=c['global_head_dim'], num_key_value_heads=c['num_global_key_value_heads'])
@@ -386,7 +386,7 @@ def write_layer_rope(config, c):
 
 
 def read_hunyuan(c, args):
-    """Replaces a dynamic scaling with alpha by a larger base."""
+    """If a dynamic scaling has an alpha, replaces the scaling by a larger base."""
     width = head_width(args)
     alpha = c['rope_parameters'].get('alpha')
     if alpha and args['rope_scaling']['rope_type'] == 'dynamic':
@@ -454,7 +454,7 @@ add(
     'olmo2', BASE, 'Olmo2ForCausalLM',
     fixed=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
-EXPERTS = dict(d_expert='intermediate_size')  # the MLPs are the experts
+EXPERTS = dict(d_expert='intermediate_size')  # if every MLP consists of experts
 add(
     'mixtral', 'mistral', 'MixtralForCausalLM', fields=EXPERTS,
     names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
@@ -473,7 +473,7 @@ PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 add(
     'qwen3_next', 'qwen3_moe', 'Qwen3NextForCausalLM', layers='DDDL',
-    fields=dict(mlp=''),  # hidden_act also changes the convolutions
+    fields=dict(mlp=''),  # another hidden_act would change the convolutions too
     fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
@@ -488,7 +488,7 @@ add(
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': ordered('qkvzba', 'qkv', 'z', 'b', 'a')})
-DEEPSEEK_EXPERTS = like(  # mlp_bias: only dense layers have it
+DEEPSEEK_EXPERTS = like(  # only dense layers have transformers' mlp_bias
     BASE, fields=dict(mlp_bias=''), fixed=dict(router='sigmoid', balance_bias=True))
 LATENT = dict(
     fixed=dict(latent_norm_eps=1e-6),
@@ -567,7 +567,8 @@ add(
            'mlp.experts.c_proj.weight': 'experts.down_proj'},
     rules={'query_pre_attn_scalar': None,
            **only('use_bidirectional_attention', lambda args: (None, 'vision')),
-           **only('hidden_size_per_layer_input', lambda args: (None, 0)),  # these are unused without it:
+           **only('hidden_size_per_layer_input', lambda args: (None, 0)),
+           # unused without shared keys and inputs per layer
            'use_double_wide_mlp vocab_size_per_layer_input': UNUSED,
            'per_layer_config global_head_dim num_global_key_value_heads enable_moe_block':
            Rule(read_gemma4, write_gemma4)})
@@ -752,8 +753,8 @@ add('qwen3_5_text', 'qwen3_5_moe_text', 'Qwen3_5ForCausalLM', fixed=dict(shared_
     rules=dict.fromkeys(SHARED_EXPERT))
 add(
     'gemma', 'gemma2', 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
-    rules={'query_pre_attn_scalar': None,  # both mean gelu_pytorch_tanh
-           **only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))})
+    rules={'query_pre_attn_scalar': None,
+           **only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))})  # both are gelu_pytorch_tanh
 add(
     'phi3', 'mistral', 'Phi3ForCausalLM', fixed=dict(partial_rotary_factor=1.0),
     names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'})
@@ -887,7 +888,7 @@ add(
 add('kimi_k2', 'deepseek_v3', exports=False,  # transformers lacks it
     defaults=dict(moe_layer_freq=1, scoring_func='sigmoid', topk_method='noaux_tc'))
 add('olmoe', BASE, 'OlmoeForCausalLM', fields=dict(EXPERTS, clip_qkv='clip_qkv'), fixed=dict(qk_norm='whole'))
-LAYER_TYPES = {  # our mixer's letter; attention is S with a window, L without
+LAYER_TYPES = {  # our letter: transformers' word. Attention is S with a window, L without
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
 # GPTConfig's field: transformers' value if ours is None or 0
@@ -916,7 +917,7 @@ def config_from_hf(c):
         config = GPTConfig(**{name: checked('config.json', name, value, KNOWN)
                               for name, value in read_config(c).items()})
         for i, length in itertools.product(range(config.n_layer), (1, config.block_size)):
-            rope_table(config.at(i).rope_kind, torch.empty(1, 1), length)  # raises an error for wrong items
+            rope_table(config.at(i).rope_kind, torch.empty(1, 1), length)  # raises if rope_scaling is wrong
         return config
     except ValueError as error:
         raise UserError(error) from error
@@ -947,7 +948,7 @@ def read_config(c):
         source = usual if c.keys().isdisjoint(names) else c
         value = next((source[name] for name in names if source.get(name) is not None), None)
         if value is None and names[0] in c and isinstance(usual.get(names[0]), bool):
-            value = False  # null means False
+            value = False
         if isinstance(value, list) and len({*value}) == 1:  # one number per layer
             value = value[0]
         if value is not None:
@@ -1071,7 +1072,8 @@ def read_layers(c, args, family):
         refuse(c, sliding_window=size)
     types = c.get('layer_types') or c.get('layers_block_type')
     if len({*layers}) > 1 and types:
-        words = {LAYER_TYPES.get(one): one for one in layers} | {'mamba': 'B', 'attention': 'L'}  # Granite 4
+        # Granite 4 has the last two words
+        words = {LAYER_TYPES.get(one): one for one in layers} | {'mamba': 'B', 'attention': 'L'}
         layers = ''.join(words.get(one, '?') for one in types)
     elif layers == 'SL' and 'max_window_layers' in c:  # the first layers have no window
         layers = 'L' * c['max_window_layers'] + 'S' * args['n_layer']
@@ -1174,7 +1176,7 @@ def plan(model, family, rename=str):
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
         module, _, kind = name.rpartition('.')
         mixer = config.mixer_of(int(layer)) if layer else ''
-        keys = f'{mixer}.{name}', name, f'{mixer}.{module}', module  # the first one found counts
+        keys = f'{mixer}.{name}', name, f'{mixer}.{module}', module
 
         key = next((key for key in keys if key in family.names), None)
         if key is None:
@@ -1191,8 +1193,8 @@ def plan(model, family, rename=str):
         order = next((family.rows[key] for key in keys if key in family.rows), None)
         if order:
             rows = order(config, *torch.arange(sum(widths)).split(widths))
-        else:  # one projection per name; the last has the rest
-            theirs = theirs[:len(widths)]  # Gemma 4 may have no separate values
+        else:  # one projection per name; the last name has the rest
+            theirs = theirs[:len(widths)]  # Gemma 4 may have no v_proj
             ends = itertools.accumulate(widths[:len(theirs) - 1])
             rows = [slice(*both) for both in itertools.pairwise([0, *ends, None])]
 

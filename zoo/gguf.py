@@ -62,7 +62,7 @@ OTHERS = {  # config.json's names for fields that FIELDS lacks
 NEUTRAL = {  # further keys of llama.cpp (llama-model.cpp, load_hparams): the only supported values
     'attention.causal': True, 'attention.sliding_window_pattern': None, 'expert_group_count': 0,
     'nextn_predict_layers': 0, 'rope.scale_linear': 1.0, 'rope.scaling.attn_factor': 1.0}
-BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # 27B models: the scale is from n_embd / n_head (load_arch_hparams)
+BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # 27B models: attn_scale uses n_embd / n_head (load_arch_hparams)
 PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
 STACKED_EXPERTS = {
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
@@ -131,7 +131,8 @@ def save_gguf(model, tokenizer, path, dtype=None, family=None):
     writer = gguf.GGUFWriter(None, arch)
     kinds = gguf.GGUFValueType
     for key, value in about.items():
-        if value is not None:  # llama.cpp expects unsigned integers
+        if value is not None:
+            # llama.cpp's integers are unsigned
             writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
     tensors |= their_tensors(model, plan(model, *names_for(kind, config.n_layer)), None)
     usual = DTYPES[plain(dtype or model.wte.weight.dtype)]
@@ -158,7 +159,7 @@ def contents(path):
     gguf = package('gguf', *NEED)
 
     class Reader(gguf.GGUFReader):
-        """Stops at the end of a damaged file."""
+        """Raises EOFError at the end of a damaged file."""
         def _get(self, offset, *args, **options):
             if offset >= len(self.data):
                 raise EOFError
@@ -202,7 +203,7 @@ def read_gguf(path):
                  if (value := keys.get(f'{arch}.{name}', one)) != one})
     if scaling['rope_type'] == 'none' or scaling.get('factor', 1) in (0, 1):
         scaling = None
-    if one := stored.get('rope_freqs.weight'):  # divisors of frequencies
+    if one := stored.get('rope_freqs.weight'):
         divisors = one.open().get_tensor(one.name).tolist()
         scaling = dict(rope_type='longrope', short_factor=divisors, long_factor=divisors, factor=1.0,
                        original_max_position_embeddings=c['max_position_embeddings'])

@@ -107,7 +107,7 @@ def computed(function, *parts):
 
 
 def from_mxfp4(blocks, scales):
-    """blocks (E, n_out, groups, 16): bytes with two numbers, the lower bits first; scales (E, n_out, groups):
+    """blocks (E, n_out, groups, 16): bytes of two numbers, the lower bits first; scales (E, n_out, groups):
     exponents of 2, plus 127 -> (E, n_in, n_out) bfloat16 (OCP Microscaling Formats 1.0)."""
     if blocks.ndim > 3:  # expert by expert, because decoding needs much memory
         return torch.stack([from_mxfp4(*one) for one in zip(blocks, scales)])
@@ -137,9 +137,9 @@ def check(parts, stored, model, family, folder):
     """Raises UserError for missing, unexpected, differently shaped or quantized tensors."""
     from sample import IGNORED
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
-    others = f"{family.names['lm_head']}.weight",  # a tied head
+    others = f"{family.names['lm_head']}.weight",  # redundant if tied
     extra = f'layers.{model.config.n_layer}.'
-    if f'{extra}eh_proj.weight' in stored:  # a layer for multi-token prediction joins two embeddings
+    if f'{extra}eh_proj.weight' in stored:  # an extra layer for multi-token prediction
         others += extra,
     found = {name: one for name, one in stored.items()
              if name in wanted or not (IGNORED.fullmatch(name) or name.startswith(others))}
@@ -187,7 +187,7 @@ def read_published(path):
 
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
-    """A folder, GGUF file or hub id -> GPT. dtype: for the weights; None: as stored; int8: keep
+    """A folder, GGUF file or hub id -> GPT. dtype: for the weights (None: as stored); int8: keep
     large weights in 8 bits; changes: fields of GPTConfig. Raises OSError for missing files, and a
     ValueError that names everything that does not fit."""
     folder = fetch(folder_or_id)
@@ -231,8 +231,8 @@ def tokenizer_files(tokenizer, model):
 def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
     """Writes a folder for transformers. tokenizer: may be None. dtype: if None, the model's. family: a
     key of FAMILIES; None: the model's, or the first that fits. Raises UserError if the family cannot
-    represent the model or the folder is not empty, OSError or SafetensorError if writing fails. Errors leave
-    the folder unchanged."""
+    represent the model or if the folder is not empty, and OSError or SafetensorError if writing fails.
+    Errors leave the folder unchanged."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     family = family or getattr(model, 'family', None)
@@ -317,7 +317,7 @@ def describe(name, folder):
     start, data = "--start='Once upon a time'", 'my.txt'
     if tokenizer.chat_template:
         start, data = '--chat', f'chats.jsonl --block_size={min(config.block_size, 1024)}'
-    name = shlex.quote(name if '/' in name else folder)  # prepare.py rejects gpt2-xl
+    name = shlex.quote(name if '/' in name else folder)  # prepare.py rejects names like gpt2-xl
     print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} {start}",
           f"prepare.py {data} --tokenizer={name} --out=mine",
           f"train.py --init_from={name} --dataset=mine --out_dir=out-mine",

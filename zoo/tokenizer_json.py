@@ -85,7 +85,7 @@ def library_tokenizer(source):
 
 def token_bytes(vocab, spec):
     """{id: bytes} of a vocabulary. Byte-level vocabularies write one character per byte, except in added
-    tokens. Others write U+2581 for a space, and <0x0A> for byte 10."""
+    tokens. Other vocabularies write U+2581 for a space, and <0x0A> for byte 10."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = byte_chars()
@@ -134,7 +134,7 @@ def json_tokenizer(path):
         library = library_tokenizer(source)
         if more and library.add_tokens([
                 package('tokenizers').AddedToken(**token) for token in more.values()]):
-            source = library.to_str()  # tokenizer.json lacked some of them
+            source = library.to_str()  # tokenizer.json lacked some tokens
         return JsonTokenizer(source, config)
 
 

@@ -67,7 +67,7 @@ def add_lora(model, rank, alpha, targets):
 
 @torch.no_grad()
 def merge_lora(model):
-    """Adds each update to its weight and removes the adapters. Makes all parameters trainable."""
+    """Adds each update to its weight and removes the adapters."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             module.base.weight.copy_(module.weight)
@@ -77,7 +77,7 @@ def merge_lora(model):
 
 def start_lora(model, config, loaded):
     """Adds adapters to a model. config: train.py's settings; loaded: sample.load's third result, or {}.
-    Returns a checkpoint's 'lora'."""
+    Returns the 'lora' entry of a checkpoint."""
     if not loaded:
         raise UserError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
     path = loaded['path']
