@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import re
 import runpy
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 
 FILES = {path.stem: str(path) for path in sorted((common.ROOT / 'examples').glob('*.py'))}
 EXAMPLES = [name for name in FILES if name not in (  # for prepare.py, sample.py; scripts
-    'pydoc_chat', 'beam_search', 'look_inside', 'speculation', 'typical_sampling', 'costs', 'plot')]
+    'pydoc_chat', 'beam_search', 'look_inside', 'speculation', 'typical_sampling', 'costs', 'plot',
+    'intervals')]
 STANDARD = 'growing_length', 'label_smoothing', 'soap', 'weight_mean'  # the trained model is a usual one
 SMALL = [*common.TOY, '--n_layer=4', '--n_head=4', '--max_iters=10', '--eval_interval=5']
 each_example = pytest.mark.parametrize('name', EXAMPLES)
@@ -537,3 +539,24 @@ def test_plot_draws_the_numbers_of_the_logs(folder):
             assert found[0] * 1e6 == pytest.approx([int(row['tokens']) for row in rows], abs=1)
             assert found[1] == pytest.approx([float(row[column]) for row in rows], abs=1e-3)
     assert len([*root.iter(f'{svg}circle')]) == 4
+
+
+def test_intervals_draws_the_numbers_of_a_comparison(folder):
+    """A new picture and the picture in docs/ have the numbers of the table in docs/results.md, converted back
+    from pixels by the labels of the axis."""
+    text = (common.ROOT / 'docs/results.md').read_text('utf-8').replace('\N{MINUS SIGN}', '-')
+    cells = re.findall(r'^\| (\S[^|]*?) \| [\d.]+ ± [\d.]+ \|(.*)\|$', text, re.M)
+    table = {name: [*map(float, re.findall(r'[-+][\d.]+', cell))] for name, cell in cells}
+    rows = [{'variant': name} | ({'difference': one[0], 'half_interval': one[2] - one[0]} if one else {})
+            for name, one in table.items()]
+    Path('ladder.json').write_text('{"rows": []}\n' + json.dumps({'rows': rows}))
+    run('examples/intervals.py', 'ladder.json')
+    for path in 'ladder.svg', common.ROOT / 'docs/ladder.svg':
+        parts = [*xml.etree.ElementTree.parse(path).getroot()]
+        labels, names, bars, dots = ([one for one in parts if kind in (one.get('class'), one.get('r'))]
+                                     for kind in ('x', 'variant', 'interval', '5'))
+        axis = np.polyfit(*zip(*[(float(one.get('x')), float(one.text)) for one in labels]), 1)
+        assert len(names) == 7
+        for name, dot, bar in zip(names, dots, bars, strict=True):
+            found = np.polyval(axis, [float(dot.get('cx')), float(bar.get('x1')), float(bar.get('x2'))])
+            assert found == pytest.approx(table[name.text] or [0] * 3, abs=2e-4)
