@@ -253,9 +253,9 @@ def replaced_names(file):
 
 
 def use_parts(settings, script):
-    """Extends the script's tables by tables of config files. If a config file defines patch(script), calls
-    it with the script's module. patch may replace functions and classes there. script: the script's
-    globals(). Returns the changed names."""
+    """Merges config files' tables (dicts in upper case) into the script's tables. If a config file defines
+    patch(script), calls it with the script's module, in which patch may replace functions and classes.
+    script: the script's globals(). Returns the changed names."""
     replaced = [*settings.replaced]
     tables = {}
     code = ''.join(path.read_text('utf-8') for path in ROOT.glob('*.py'))

@@ -115,7 +115,7 @@ def read_checkpoint(path):
     with reading(path):
         # Windows cannot replace mapped files
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-        with zipfile.ZipFile(path) as file:  # torch.load verifies no checksum; older checkpoints have zeros
+        with zipfile.ZipFile(path) as file:  # torch.load checks no CRC; in older checkpoints every CRC is 0
             if any(entry.CRC for entry in file.infolist()) and (name := file.testzip()):
                 raise UserError(f"{path} is damaged: {name} differs from its checksum")
         for name, value in checkpoint.items():

@@ -451,7 +451,7 @@ def test_another_kind_of_experts_needs_only_its_letter(monkeypatch):
 
 
 def test_a_scaling_gets_the_trained_length(tmp_path):
-    """It is block_size in a new model; a loaded model with a longer context keeps its trained length."""
+    """The length is block_size in a new model; a model loaded with a longer context keeps its length."""
     short = {'rope_type': 'yarn', 'factor': 4.0}
     completed = {**YARN, 'original_max_position_embeddings': 16}
     for scaling in (None, short):  # trained without a scaling, and with one

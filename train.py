@@ -197,8 +197,8 @@ def all_reduce(x, **op):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """A permutation of n sequences. If n > 2**20, it has equal parts. Each part shuffles the sequences in
-    some random blocks of 64 adjacent sequences, so that it reads whole blocks from disk."""
+    """A permutation of n sequences. If n > 2**20, random blocks of 64 adjacent sequences form parts of equal
+    size, and each part is shuffled as a whole, so that the disk reads whole blocks."""
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(n)
     n_blocks = -(-n // 64)
@@ -1005,7 +1005,7 @@ if __name__ == '__main__':
     if not TORCHRUN and int(os.environ.get('SLURM_NTASKS', 1)) > 1:
         print0("warning: Slurm has several tasks for this job, but this run uses only one: use `srun "
                "torchrun ... train.py`, as in docs/gpu.md")
-    if TORCHRUN:  # after choosing a GPU: NCCL may otherwise use the first
+    if TORCHRUN:  # must follow runtime(): NCCL may otherwise use GPU 0
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
         # a hanging rank should not block the others for long

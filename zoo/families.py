@@ -27,7 +27,7 @@ class Family(typing.NamedTuple):
     fields: dict                # changes to FIELDS: {GPTConfig's field: names in config.json}; '': no name
     fixed: dict                 # values of GPTConfig's fields that config.json lacks
     names: dict                 # our module or tensor: transformers' names, or a function of the
-    #                             config. Several names divide our rows in order. E is an expert's number.
+    #                             config. Several tensors, in order, form ours. E is an expert's number.
     #                             'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
     rules: dict = {}            # {config.json's fields: their Rule}
@@ -568,7 +568,7 @@ add(
     rules={'query_pre_attn_scalar': None,
            **only('use_bidirectional_attention', lambda args: (None, 'vision')),
            **only('hidden_size_per_layer_input', lambda args: (None, 0)),
-           # unused without shared keys and inputs per layer
+           # matter only with KV sharing or per-layer inputs
            'use_double_wide_mlp vocab_size_per_layer_input': UNUSED,
            'per_layer_config global_head_dim num_global_key_value_heads enable_moe_block':
            Rule(read_gemma4, write_gemma4)})
