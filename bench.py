@@ -5,7 +5,7 @@ Measures how fast a model is and how much memory it needs.
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # parameters, FLOPs, KV cache
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
 
---vs times flatgpt and another implementation alternately: transformers (uncompiled, with the same weights),
+--vs alternately runs flatgpt and another implementation: transformers (uncompiled, with the same weights),
 or a clone of nanoGPT (with the same shape).
 """
 import collections
@@ -46,7 +46,7 @@ dtype = 'auto'                    # float32, bfloat16, float16; auto: the fastes
 device = 'auto'                   # as in train.py
 batch_size: int | None = None     # sequences [>= 1]; None: 12 in train, 1 in decode. Only train uses a
                                   # config file's batch_size
-vs = ''                           # transformers, or nanoGPT's folder
+vs = ''                           # transformers, or (only train) nanoGPT's folder
 rounds = 5                        # how often each model is timed [>= 1]
 compile: bool | str = 'auto'      # auto: only for train, if possible [in (True, False, 'auto')]
 seed = 1337                       # seed of weights and tokens [< 2**63]
@@ -84,7 +84,7 @@ from prepare import Bins, data_folder, is_prepared, read_meta
 # timing -----------------------------------------------------------------------------------------------------
 
 def synchronize():
-    """Waits for the accelerator, if there is one."""
+    """Waits for the accelerator, if any."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -110,7 +110,7 @@ def timed(calls, steps, counts=(1,)):
 def take_turns(sides, rounds):
     """Calls functions alternately. sides: {name: function that returns seconds} -> {name: (rounds, ...)}."""
     turns = [{name: side() for name, side in sides.items()} for _ in range(1 + rounds)]
-    return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # the first is a warm-up
+    return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # turns[0] is a warm-up
 
 
 def print_table(title, heads, rows):
@@ -172,7 +172,7 @@ def named_model(config, model_args, device, dtype=torch.float32):
 
 
 def cache_bytes(model, lengths, dtype):
-    """{length: bytes of a sequence's KV cache and states}, without the slot for padding."""
+    """{length: bytes of a sequence's KV cache and states}, excluding the slot for padding."""
     with torch.device('meta'):
         # a cache cannot be longer than block_size
         model = GPT(dataclasses.replace(model.config, block_size=max(lengths)))
@@ -183,7 +183,7 @@ def cache_bytes(model, lengths, dtype):
 
 
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
-    """The settings' model and runtime. Unless to_train, weights have the compute dtype."""
+    """The settings' model and runtime. Weights have the compute dtype, or float32 if to_train."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     model = named_model(config, model_args, machine.device, torch.float32 if to_train else machine.dtype)
     model.to(machine.device)
@@ -260,7 +260,7 @@ def measure_params(config, model_args):
 
 
 def by_module(model):
-    """Sums model.account by module: h.3.attn.c_attn.weight counts for attn."""
+    """Sums account(model) by module: h.3.attn.c_attn.weight counts for attn."""
     modules = collections.defaultdict(list)
     for name, row in account(model).items():
         module = re.match(r'(?:h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name)[1]
@@ -376,7 +376,7 @@ def measure_train(config, model_args):
     for name, other in load_other(config['vs'], model).items():
         steps[name] = other_step(other.train(), batch, machine)
     accumulation = config['gradient_accumulation_steps']
-    # counts of first and later micro-batches, timed apart because only later ones add to gradients
+    # first and later micro-batches, which differ in time: only later ones add to existing gradients
     counts = [1, accumulation - 1][:accumulation]
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])

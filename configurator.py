@@ -1,6 +1,6 @@
 """Settings from files and flags; device, dtype and seed.
 
-    $ python train.py config/small.py --batch_size=8 --compile=False  # the last value counts
+    $ python train.py config/small.py --batch_size=8 --compile=False  # later arguments win
 
 A setting is a line above configure(...), or a field of GPTConfig in model.py:
 
@@ -263,7 +263,7 @@ def use_parts(settings, script):
     for found in settings.files:
         for name, value in found.items():
             table = script.get(name, value)
-            if not name.isupper() or table is value:  # no table, an imported one, or not the script's
+            if not name.isupper() or table is value:  # not the script's table, or only imported
                 continue
             if not isinstance(table, dict):
                 raise UserError(f"a config file sets {name}, which is no table: replace it in patch(script)")
@@ -293,7 +293,7 @@ def unmet(rules, tables, values):
 
 def check_values(settings, values, tables):
     """Raises UserError if a given value breaks a rule. tables: the script's globals()."""
-    for name in filter(values.__contains__, reversed(settings.given)):  # the last first, usually flags
+    for name in filter(values.__contains__, reversed(settings.given)):  # later arguments first, usually flags
         for rule in settings.known[name].rules:
             given = values[name] if isinstance(values[name], list) else [values[name]]
             is_condition = re.match('[<>=!]|in ', rule) and values[name] is not None
@@ -368,7 +368,7 @@ def one_line_errors(kind, error, trace):
 
 def runtime(device, dtype, seed=1337, bound_by_memory=False):
     """Chooses device and dtype, and seeds torch. bound_by_memory: whether reading weights takes most
-    time. Raises UserError if the device or dtype is unavailable."""
+    of the time. Raises UserError if the device or dtype is unavailable."""
     import torch
     device = choose_device(device)
     kind = device.partition(':')[0]
@@ -444,8 +444,8 @@ def can_compile(device):
 
 
 def resolve_compile(compile, device, flops):
-    """Resolves 'auto'. flops: this rank's training FLOPs. The limits are the FLOPs of two
-    minutes of eager training on one GPU, and on two CPU cores."""
+    """Resolves 'auto': True only if eager training would take over two minutes on one GPU, or on two CPU
+    cores. flops: this rank's training FLOPs."""
     if compile != 'auto':
         return compile
     return device != 'mps' and flops > (4e15 if 'cuda' in device else 1.4e13) and can_compile(device)
@@ -491,7 +491,7 @@ def peak_flops(device, dtype):
 
 
 def peak_mb(device):
-    """Peak memory of the CUDA device in MiB, or else of this process (None on Windows)."""
+    """Peak memory in MiB: of the CUDA device, or else of this process (None on Windows)."""
     if 'cuda' in device:
         import torch
         return torch.cuda.max_memory_allocated(device) / 2**20

@@ -72,7 +72,7 @@ class VariantAttention(Attention):
         return norm(y) if kind in ('rotated', 'unit') else y
 
     def by_head(self, y):
-        """(B, T, heads D) -> (B, heads, T, D), clipped"""
+        """(B, T, heads * D) -> (B, heads, T, D), clipped if clip_qkv"""
         if clip := self.config.clip_qkv:
             y = y.clamp(-clip, clip)
         return y.unflatten(-1, (-1, self.head_widths[0])).transpose(1, 2)
@@ -224,8 +224,8 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
     kept = carried[..., -1, :, None]
     before = state[:, :, None]  # the state before each chunk
     if q.shape[2] > 1:
-        # A chunk changes the state S to keep @ S + add (if corrects) or to keep * S + add. torch.compile
-        # unrolls the loop, so it computes only S.
+        # A chunk turns the state S into `keep @ S + add` (if corrects) or `keep * S + add`. The loop
+        # computes only S, because torch.compile unrolls it.
         added = writing @ written
         keeps = kept * torch.eye(k.shape[-1], device=k.device) - writing @ read if corrects else kept
         states = [state]
@@ -239,9 +239,10 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True, chunk
 
 
 def decayed_scores(q, k, total):
-    """(..., C, C): the sum over channels of q_i k_j exp(total_i - total_j), for i >= j. q, k and total are
-    (..., C, channels), and C is a power of two. The factor exp(-total_j) would overflow. Therefore, for
-    each pair of adjacent blocks, keys decay to the end of the earlier block, and queries decay from there."""
+    """(..., chunk, chunk): the sum over channels of q_i k_j exp(total_i - total_j), for i >= j. q, k and
+    total are (..., chunk, channels); chunk is a power of two. A separate factor exp(-total_j) would overflow.
+    Therefore, for each pair of adjacent blocks, keys decay to the end of the earlier block, and queries
+    decay from there."""
     score = (q * k).sum(-1)[..., None, None]
     half = 1  # block length
     while half < q.shape[-2]:
@@ -256,7 +257,7 @@ def decayed_scores(q, k, total):
 
 
 def recur(mixer, q, k, v, decay, beta, context):
-    """Calls mixer.rule, such as gated_delta_rule, with the last of mixer.states, and keeps the new state.
+    """Calls mixer.rule, such as gated_delta_rule, with the state mixer.states[-1], and keeps the new state.
     q, k, v (B, heads, T, width), decay (B, T, heads, 1 or keys), beta (B, T, heads) -> (B, T, heads,
     values)"""
     is_token = context.is_token()
@@ -310,7 +311,7 @@ class GatedDeltaNet(Mixer):
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
     def other_widths(self, keys, values):
-        """(widths of the projections after q, k and v; width of dt_bias; width of o_norm)"""
+        """(widths of c_attn's outputs after q, k and v; width of dt_bias; width of o_norm)"""
         return (values, self.n_value, self.n_value), self.n_value, self.value_dim
 
     def flops(self, length):
@@ -361,7 +362,8 @@ def dt_init(w):
 # short convolution, Mamba-2, Kimi Delta Attention -----------------------------------------------------------
 
 class ShortConvolution(Mixer):
-    """after * conv(before * x), with after, before and x projected from the input: LFM2, arXiv:2511.23404."""
+    """`after * conv(before * x)`; the input's projections are `before`, `after` and `x` (LFM2,
+    arXiv:2511.23404)."""
 
     documents = True
 
@@ -455,8 +457,8 @@ class MultiTokenPrediction(nn.Module):
         return self.block(self.c_in(both), context)
 
     def loss(self, model, x, x0, targets, context):
-        """Summed cross entropy of the layer's predictions, 0-d, divided by the number of targets
-        (arXiv:2412.19437, equation 24)."""
+        """The predictions' summed cross entropy, divided by the number of targets: 0-d (arXiv:2412.19437,
+        equation 24)."""
         later = F.pad(targets[:, 1:], (0, 1), value=-1)
         context.learned = later >= 0
         mean, _ = model.loss(self(x, x0, context), later)
@@ -482,7 +484,7 @@ class XIELU(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.alpha_p, self.alpha_n = (  # their softplus is 0.8 and 0.3
+        self.alpha_p, self.alpha_n = (  # their softplus starts at 0.8 and 0.3
             parameter(1, init=functools.partial(nn.init.constant_, val=math.log(math.expm1(above))),
                       group='vector') for above in (0.8, 0.3))
 

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model. Layer i uses letter i of a pattern, which repeats. If a field's
+    """Everything that defines a model. Layer i uses letter i of a repeated pattern. If a field's
     annotation names a table, the table's keys are the field's choices. configurator.py explains
     the rules in brackets. Raises a ValueError that lists all problems."""
     # Qwen3's fields
@@ -79,7 +79,7 @@ class GPTConfig:
                                      # [if window_pattern]
     window_pattern: Literal['S', 'L', 'C'] | None = None  # S: sliding window, L: all tokens (Gemma 2: 'SL'),
                                      # C: only the current chunk of `window` tokens (Llama 4)
-    local: dict | None = None        # {'rope_base': 1e4, ...} for S and C layers [if window_pattern]
+    local: dict | None = None        # changes S and C layers: {'rope_base': 1e4, ...} [if window_pattern]
     # variants of attention [if mixer_pattern.strip('BCDK')]
     attn_scale: float | None = None  # scale of the scores; None: 1 / sqrt(width of a head)
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0: off
@@ -131,11 +131,11 @@ class GPTConfig:
     shared_gate: bool = False        # a sigmoid gate on shared experts [if n_shared_expert]
     d_expert: int | None = None      # width of an expert; None: d_ff
     n_dense_layer: int = 0           # layers at the start that have no experts (DeepSeek)
-    expert_input_scale: bool = False  # router weights multiply the experts' input (Llama 4)
+    expert_input_scale: bool = False  # routing weights multiply the experts' input (Llama 4)
     expert_norms: bool = False       # norms before router and experts, and after experts (Gemma 4)
     router: 'ROUTERS' = 'softmax'    # softmax (Mixtral), sigmoid (DeepSeek-V3)
     norm_topk_prob: bool = True      # active experts' weights sum to 1; use False if n_expert_active is 1
-    routed_scaling_factor: float = 1.0  # factor on the router weights
+    routed_scaling_factor: float = 1.0  # factor on the routing weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use [if n_group]
     balance_bias: bool = False       # a bias in choosing experts balances their load (arXiv:2408.15664)
@@ -219,7 +219,7 @@ def hidden_init(w):
 
 def branch_init(config, place='attn_out'):
     """The init of a branch's last projection: hidden_init if a norm follows at this place; otherwise
-    zeros, so that a block starts as the identity."""
+    zeros, so that the branch initially adds nothing."""
     return hidden_init if place in NORM_PLACEMENTS[config.norm_placement] else nn.init.zeros_
 
 
@@ -307,7 +307,7 @@ def rope_table(kind, position_ids, length):
 
 def rotate(x, rope):
     """Rotates the first dimensions of x (B, heads, T, D) by rope = (cos, sin), unless rope is None.
-    Pair i is (x[i], x[i + pairs]), as in Llama."""
+    Pair i is (x[i], x[i + pairs]), as in Hugging Face's Llama."""
     if rope is None:
         return x
     cos, sin = rope
@@ -413,7 +413,7 @@ class Attention(BaseAttention):
 
     def forward(self, x, context):
         q, k, v = self.qkv(x, context)
-        if context.cache is not None:  # k and v of all tokens so far, (B, K, S, D)
+        if context.cache is not None:  # adds the cached tokens: k and v become (B, K, S, D)
             k, v = context.cache.append(self, context, k, v)
         y = self.attend(q, k, v, context)                                           # (B, H, T, D)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -443,7 +443,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer and an MLP or experts, each on a branch of the residual stream."""
+    """Two branches of the residual stream: a mixer, and an MLP or experts."""
 
     # whether a subclass with its own forward supports norm_placement, residual_scale, layer_scalar and layers
     # without an MLP
@@ -530,7 +530,7 @@ class GPT(nn.Module):
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
         if self.compute_dtype() is torch.float16 and not torch.is_autocast_enabled(idx.device.type):
-            with torch.autocast(idx.device.type, torch.float16):  # casts the float32 stream for matmuls
+            with torch.autocast(idx.device.type, torch.float16):  # casts float32 activations for matmuls
                 return self.forward(idx, targets, cache, keep, lengths, weights)
         context = make_context(self, idx, cache, lengths, weights)
         if targets is not None:
@@ -597,13 +597,13 @@ class GPT(nn.Module):
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
         """static: for a compiled step. rolling: layers with a window keep only the tokens in it, which
-        limits rewind."""
+        limits Cache.rewind."""
         return Cache(self, batch_size, max_len, static, rolling)
 
 
 # II. cache, masks, kernels ==================================================================================
 
-class ForwardContext:
+class ForwardContext:  # not a dataclass, which FSDP would copy for each block
     """What the layers of one forward pass share. This docstring is also the contract of a Mixer.
 
     For a new attention, derive from Attention and override attend(q, k, v, context): query head h uses key
@@ -623,12 +623,12 @@ class ForwardContext:
                 in a new row; write them with .copy_()
     window      how many tokens the slots hold; None: all
     can_slide   True if the layer can have a window, config.window_of(layer)
-    documents   True if it keeps documents apart: see context.document_starts
+    documents   True if the layer keeps documents apart: see context.document_starts
     flops       flops(length): training FLOPs (3 x forward) per token, excluding products with weight matrices
 
     A layer may pass a tensor or a tuple of tensors to later layers: context.handed[self.layer] = value. If it
     passes keys and values, cache.append must have returned them, and the layers that attend to them need the
-    same window and slots = []. If the value has only the new tokens, later layers must cache it.
+    same window and slots = []. If the value covers only the new tokens, later layers must cache it.
 
     Padding (see lengths) must not change a state. Make parameters with parameter(...) or
     tag(...), and name the last projection c_proj."""
@@ -649,7 +649,7 @@ class ForwardContext:
     # handed           layer -> what it passes to later layers
 
     def __init__(self, **values):
-        self.handed = {}  # not a dataclass: FSDP would copy it for each block
+        self.handed = {}
         for name, value in values.items():  # vars(self).update does not compile before torch 2.13
             setattr(self, name, value)
 
@@ -700,7 +700,7 @@ def track_starts(context, document_token):
 
 
 def number_mixers(model):
-    """A list with the mixer of each cache entry."""
+    """Lists and numbers the mixers for the cache."""
     mixers = [part for part in model.h.modules() if isinstance(part, Mixer)]
     for number, mixer in enumerate(mixers):
         mixer.number = number
@@ -721,7 +721,7 @@ class Cache:
 
     The last slot is for padding. `length` (B,) counts the tokens of each row; `longest` is
     its maximum, as an int. If `static`, one compiled step serves every position: it attends
-    to all slots and masks empty slots. `longest` is then max_len, and the caller must make sure
+    to all slots and masks empty slots. `longest` is then max_len, and the caller must ensure
     that no row exceeds it."""
 
     def __init__(self, model, batch_size, max_len, static, rolling):
@@ -766,7 +766,7 @@ class Cache:
         n_slots = slots[0].shape[2] - 1
         start = self.longest % n_slots
         if self.same_length and context.lengths is None and start + T <= n_slots:
-            for old, add in zip(slots, new):  # adjacent slots are faster
+            for old, add in zip(slots, new):  # faster if slots are adjacent
                 old[:, :, start:start + T] = add
             return
         column = torch.arange(T, device=self.length.device)
@@ -864,10 +864,10 @@ def last_tokens(x, keep, lengths):
 @dataclasses.dataclass
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
-    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or see part
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or `part` makes it
     is_causal: bool               # query t belongs to key S - T + t and sees no later keys
     flex: tuple | None = None     # what flex_mask returns; bias is then None
-    part: typing.Callable | None = None  # if flex or in blocks: (slice of queries, slice of keys) -> bias
+    part: typing.Callable | None = None  # for flex or eager blocks: (slice of queries, slice of keys) -> bias
     copies: dict = dataclasses.field(default_factory=dict)  # H / K -> bias for sdpa_plan's 'rows'
 
     def add(self, bias):
@@ -1002,7 +1002,7 @@ def flex_mask(first, slopes):
 
 
 def change_score(mixer, score):
-    """Changes the scaled products of queries and keys, before eager or flexible attention adds a bias."""
+    """Changes the scaled q k^T before eager_attention or flexible_attention adds a bias."""
     softcap = mixer.config.attn_softcap
     return softcap * torch.tanh(score / softcap) if softcap else score
 
@@ -1118,7 +1118,7 @@ def activation(config):
 # Shapes: E experts, n = B T tokens, k = n_expert_active
 
 class GroupedLinear(nn.Module):
-    """A FusedLinear per expert: x (n, n_in), offsets (E,) int32 -> one tensor (n, width) per width in
+    """A FusedLinear per expert: x (n k, n_in), offsets (E,) int32 -> one tensor (n k, width) per width in
     widths. The rows of x are sorted by expert; offsets are the ends of the experts' rows."""
 
     names = 'gate up'
@@ -1132,7 +1132,7 @@ class GroupedLinear(nn.Module):
         self.loop = torch.compiler.disable(loop_over_experts)
 
     def has_kernel(self, dtype, device):
-        """Whether grouped_mm supports the weights: rows and columns must be multiples of 16 bytes."""
+        """Whether grouped_mm supports the weights: row and column sizes must be multiples of 16 bytes."""
         return (dtype is torch.bfloat16 and device != 'mps'
                 and not any(n % 8 for n in self.weight.shape[1:]))
 
@@ -1146,7 +1146,7 @@ class GroupedLinear(nn.Module):
     def product(self, x, offsets):
         w = self.weight.to(x.dtype)
         if self.has_kernel(x.dtype, x.device.type):
-            if torch.is_grad_enabled():  # zero gradients of experts without rows: pytorch issue 172439
+            if torch.is_grad_enabled():  # zeroes gradients of experts without rows: pytorch issue 172439
                 w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
             return F.grouped_mm(x, w.mT, offs=offsets)
         return self.loop(F.linear, x, offsets, w)
@@ -1159,7 +1159,7 @@ def loop_over_experts(product, x, offsets, *weights):
 
 
 class Experts(nn.Module):
-    """An MLP per expert: (n, C) -> (n, C)."""
+    """An MLP per expert: (n k, C) -> (n k, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -1253,7 +1253,7 @@ class MoE(nn.Module):
         """Statistics over the tokens for which learned (B, T) is True:
 
         balance  0-d, 1 if experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6)
-        z        0-d (ST-MoE, arXiv:2202.08906)
+        z        0-d, z-loss (ST-MoE, arXiv:2202.08906)
         load     (E,), how often each expert was chosen"""
         E = self.config.n_expert
         rows = learned if self.config.balance_per_sequence else learned.view(1, -1)
@@ -1267,7 +1267,7 @@ class MoE(nn.Module):
         return balance, z, load.sum(0).float()
 
     def _apply(self, *args, **options):
-        """Keeps the buffers, such as the expert biases, in float32."""
+        """Keeps buffers, such as expert biases, in float32."""
         buffers = dict(self.named_buffers(recurse=False))
         super()._apply(*args, **options)
         for name, exact in buffers.items():
@@ -1328,7 +1328,7 @@ def ntk(freq, base, length, *, factor):
 
 
 def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
-    """ntk with the factor that a context of this length needs (by emozilla)."""
+    """ntk with the factor that a context of this length needs (emozilla)."""
     return ntk(freq, base, length,
                factor=max(1.0, factor * length / original_max_position_embeddings - (factor - 1)))
 
@@ -1354,7 +1354,7 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
 
 def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
            original_max_position_embeddings):
-    """Like yarn, but linear in the number of rotations: Llama 3.1, arXiv:2407.21783."""
+    """Like yarn, but interpolates linearly in the number of rotations: Llama 3.1, arXiv:2407.21783."""
     times = original_max_position_embeddings * freq / (2 * math.pi)
     share = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return torch.lerp(freq / factor, freq, share), 1.0
@@ -1370,7 +1370,7 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
 
 
 def proportional(freq, base, length, *, partial_rotary_factor, factor=1.0):
-    """Like linear, but rotates only the fastest pairs, a share of partial_rotary_factor (LFM3, Gemma 4)."""
+    """Like linear, but rotates only the fastest partial_rotary_factor * n of n pairs (LFM3, Gemma 4)."""
     freq = freq / factor
     freq[int(partial_rotary_factor * len(freq)):] = 0
     return freq, 1.0
@@ -1415,7 +1415,7 @@ def sinusoid(position_ids, width):
 
 
 def scale_queries(mixer, q, context):
-    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)). beta, start,
+    """q (B, H, T, D) * (1 + beta log(1 + floor((position + start) / length))). beta, start,
     length and layers (letters of pos_pattern) are items of query_scale (Ministral 3, after arXiv:2501.19399).
     Llama 4: start=1, layers='N'."""
     options = {'start': 0, 'layers': 'PN'} | mixer.config.query_scale

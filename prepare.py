@@ -45,7 +45,7 @@ source = 'pystdlib'
 # field with a record's text or messages
 field = 'text'             # [if records]
 # Invalid UTF-8: strict raises an error, replace writes U+FFFD, ignore omits it. ignore also omits
-# records without text or messages, and conversations that the template rejects
+# records without text or messages, and conversations that the chat template rejects
 errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
 # byte, char, bpe:4096 (trained here), a tiktoken encoding (gpt2, o200k_base...), a run, prepared
 # data, or a published model (hub id, .gguf file, folder with tokenizer.json). None: the source's
@@ -117,7 +117,7 @@ def ending(path):
 
 
 def open_file(path, known=None):
-    """Opens a file, perhaps compressed, as bytes. known: a key of FOREIGN to accept."""
+    """Opens a plain or compressed file as bytes. known: a key of FOREIGN to accept."""
     f = open(path, 'rb')  # noqa: SIM115
     head = f.peek(8000)
     for magic, module in OPENERS.values():
@@ -132,7 +132,7 @@ def open_file(path, known=None):
 
 @contextlib.contextmanager
 def open_text(path, errors):
-    """Opens a text file, perhaps compressed."""
+    """Opens a plain or compressed text file."""
     with reading(path), io.TextIOWrapper(open_file(path), 'utf-8-sig', errors, newline='') as f:
         try:
             yield f
@@ -149,7 +149,7 @@ def read_text(path, errors):
 
 
 def text_documents(path, errors):
-    """Yields one document, or several if the first 16M characters contain <|endoftext|>."""
+    """Yields a file's text, split at <|endoftext|> if the first 16M characters contain it."""
     blocks = read_text(path, errors)
     head = [*itertools.islice(blocks, 16)]
     blocks = itertools.chain(head, blocks)
@@ -214,8 +214,8 @@ FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_record
 
 
 def file_documents(paths, field='text', errors='strict', chats=None):
-    """Yields the nonempty documents of files. chats: True accepts only conversations, False only
-    texts, None both."""
+    """Yields the nonempty documents of files. chats: accept conversations (True), texts (False)
+    or both (None)."""
     for path in paths:
         if ending(path) not in FORMATS:
             yield from text_documents(path, errors)
@@ -250,7 +250,7 @@ LEARNED = 'learn', 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_o
 
 
 def read_record(place, record, field='text', chats=None):
-    """record -> [text] or a Conversation. Raises UserError for any other record."""
+    """Returns [text] or a Conversation. Raises UserError if the record is neither."""
     try:
         if isinstance(record, Exception):
             raise record
@@ -281,8 +281,8 @@ def is_conversation(value):
 
 
 def to_messages(value, role=None):
-    """Converts a message, record, text or list to messages. A list contains such values, or pairs of
-    texts. Without `role`, a text must be JSON of such a value."""
+    """Converts a message, record, text or list to messages. A list contains such values; its texts form
+    question-answer pairs. If `role` is given, a text is content, otherwise JSON of such a value."""
     if isinstance(value, str):
         return [{'role': role, 'content': value}] if role else to_messages(json.loads(value))
     if isinstance(value, list):
@@ -322,7 +322,7 @@ def read_message(message):
 
 
 def renamed(record):
-    """Renames fields by NAMES. On a clash, our name wins, then the first in NAMES. Omits nulls."""
+    """Omits nulls, then renames fields in the order of NAMES. Omits a field if its new name exists."""
     result = {key: value for key, value in record.items() if value is not None}
     for key, name in NAMES.items():
         if key in result:
@@ -353,7 +353,7 @@ LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages'}
 
 
 def library_files():
-    """The standard library's files, without tests and installed packages."""
+    """The standard library's files, except tests and installed packages."""
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
         folders[:] = set(folders) - LEFT_OUT
@@ -455,7 +455,7 @@ def find_source(source):
 
 
 def data_folder(name):
-    """The path `name` if it has a slash, else data/<name>."""
+    """`name` if it has a slash, else data/<name>."""
     return name if os.path.dirname(name) else f'data/{name}'
 
 
@@ -471,8 +471,8 @@ def output_folder(out, source, tokenizer):
 # splits and ids --------------------------------------------------------------------------------------------
 
 def characters_to_train_on(source, fraction):
-    """How many characters of each document to train on; None for conversations. Validation gets every n-th
-    document, n = round(1 / fraction). Its limit is `fraction` of all text, at most VAL_CHARACTERS. If these
+    """How many characters per document to train on; None for conversations. Validation gets every n-th
+    document, n = round(1 / fraction), up to a limit: `fraction` of all text, at most VAL_CHARACTERS. If these
     documents have less than half of the limit, the end of the longest document is added."""
     if source.chats:
         return None
@@ -550,10 +550,10 @@ def encode_chat(tok, special_tokens, errors, item):
 
 
 def encode_conversation(tok, conversation, opened=()):
-    """(ids, uint8 mask). The mask is 1 for each answer, from the first id that differs from the prompt to the
-    first stop token between the answer's content and the next message's content. If no stop token is there,
-    the last answer gets one, but other answers are learned without a stop token. opened: collects prompts
-    that begin a thought which the text lacks."""
+    """(ids, uint8 mask). The mask is 1 for each learned answer, beginning at the first id that differs from
+    the prompt, and ending with the first stop token between the answer's content and the next message's
+    content. If there is none, the last answer gets a stop token; others are learned without one. opened:
+    collects prompts that begin a thought which the answer lacks."""
     _, messages, tools = conversation
     render = functools.partial(tok.render, tools=tools)
     text = render(messages, False)
@@ -605,7 +605,7 @@ def start_of_answer(render, messages, n, text, opened):
 
 
 def end_of_content(render, messages, n, text, start):
-    """The end of the answer's content, or the place of its first tool call."""
+    """The place of the answer's first tool call, or else the end of its content."""
     content = messages[n]['content'].strip()
     calls = messages[n].get('tool_calls')
     said = -1 if calls else text.find(content, start)
@@ -625,7 +625,7 @@ def next_content(render, messages, n, text, start, stop):
         return len(text)
     following = messages[n + 1]['content']
     place = text.find(following.strip() or MARK, start)
-    # otherwise `following` is missing, or occurs in this answer too
+    # else `following` is missing, or occurs in this answer too
     return place if place > stop else first_change(render, messages, n + 1, text, content=MARK + following)
 
 
@@ -773,7 +773,7 @@ FIELDS = {
     'packed': r'[1-9]\d{,8}|null',    # tokens per packed sequence; null: not packed
     'chats': 'true|false',
     'columns': r'{("\.\w+": "u?(int|float)\d+"(, )?)*}',  # column (.mask for train.mask.bin) -> dtype
-    'digest': '.*',                   # SHA-256 of tokens and these columns, in writing order
+    'digest': '.*',                   # SHA-256 of tokens and `columns`, in writing order
 }
 # magic number -> fields of meta.json. llm.c's files begin with 1,024 bytes of int32: magic number,
 # version, number of tokens, zeros
@@ -795,8 +795,8 @@ def column_of(path):
 
 
 def read_meta(folder):
-    """Reads meta.json or nanoGPT's meta.pkl. Without either, assumes the encoding that llm.c's header
-    names, or GPT-2. Returns a dict with FIELDS. Raises UserError if a value does not match FIELDS."""
+    """Reads meta.json or nanoGPT's meta.pkl. Without either, assumes the encoding of llm.c's header, or
+    else GPT-2. Returns a dict with FIELDS. Raises UserError if a value does not match FIELDS."""
     bins = sorted(Path(folder).glob('*.bin'))
     path = Path(folder, 'meta.json')
     if path.exists():
@@ -833,7 +833,7 @@ LABELS = {'source', 'block_size', 'cut', 'opened', 'left_out',
 
 
 def identity(meta):
-    """The fields of `meta` that identify the data."""
+    """The fields that identify the data."""
     return {name: meta[name] for name in meta if name not in LABELS}
 
 
@@ -851,8 +851,8 @@ def checkpoint_in(folder):
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder, a run or a checkpoint. Raises OSError for missing
-    files, ImportError for missing packages, ValueError for damaged files."""
+    """The tokenizer of a prepared folder, run or checkpoint. Raises OSError for missing files,
+    ImportError for missing packages, ValueError for damaged files."""
     if path := checkpoint_in(folder):
         import torch
         with reading(path):
@@ -897,11 +897,11 @@ def count_bytes(targets, tokenizer):
 
 
 class Bins:
-    """The tokens of one split: folder/<split>.bin, or else the sorted shards whose names have the split as
-    last SPLIT_WORD: train_2_val_000001.bin is for validation.
+    """The tokens of one split: folder/<split>.bin, or else the sorted shards whose last SPLIT_WORD is
+    the split, like val in train_2_val_000001.bin.
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. `columns` has each column's shards; column '' is the tokens.
+    target at most once. `columns` has each column's shards; '' has the tokens.
     """
     def __init__(self, folder, split):
         self.vocab_size = None

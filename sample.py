@@ -7,7 +7,7 @@ Generates text from a checkpoint.
     python sample.py --out_dir=out-chat --chat              # a conversation
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl
 
-A sample depends on the seed and its index, but not on batch_size.
+A sample depends on its index and the seed, but not on batch_size.
 """
 import codecs
 import contextlib
@@ -40,7 +40,7 @@ from configurator import (
 init_from = 'resume'        # resume (out_dir), a checkpoint, or a published model
 out_dir = 'out'             # a run's folder; uses best.pt, or else ckpt.pt
 block_size: int | None = None  # another context length [>= 2]
-rope_scaling: dict | None = None  # {'rope_type': 'linear', 'factor': 4.0} [if pos == 'rope']
+rope_scaling: dict | None = None  # such as {'rope_type': 'linear', 'factor': 4.0} [if pos == 'rope']
 # text
 start = '\n'                # a prompt, FILE:name or LINES:name (one prompt per line)
 num_samples = 3             # samples per prompt [>= 1] [<= 1000000] [if not chat]
@@ -86,7 +86,7 @@ KEYS = {
     'model': dict,             # name -> tensor; with LoRA, only the adapters
     'model_args': dict,        # the fields of GPTConfig
     'config': dict,            # train.py's settings
-    'parts': list,             # names that config files replaced or extended
+    'parts': list,             # names of code that config files changed
     'tokenizer': dict | None,  # the tokenizer's state()
     # chats                    # whether the model was trained on conversations
     # data                     # meta.json of the dataset
@@ -113,7 +113,7 @@ def read_checkpoint(path):
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
                                 "--init_from to another file or folder")
     with reading(path):
-        # Windows cannot replace mapped files
+        # Windows cannot replace memory-mapped files
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
         with zipfile.ZipFile(path) as file:  # torch.load checks no CRC; in older checkpoints every CRC is 0
             if any(entry.CRC for entry in file.infolist()) and (name := file.testzip()):
@@ -272,14 +272,14 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     return token.where(~cdf[..., -1].isnan(), -1)
 
 
-SAMPLING = inspect.signature(sample_token).parameters  # also passed to a replacement of sample_token
+SAMPLING = inspect.signature(sample_token).parameters  # a replacement of sample_token gets these arguments
 
 
 # a step -----------------------------------------------------------------------------------------------------
 
 def step(model, tokens, cache, u, seen, sampling):
-    """Appends tokens (B, T) to the cache. Draws the token after each -> (B, T). u: (B, T), seen:
-    (B, 1, V)."""
+    """Appends tokens (B, T) to the cache, and draws each token's successor: (B, T). u: (B, T);
+    seen: (B, 1, V)."""
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
 
@@ -310,7 +310,7 @@ def compiled(model):
 
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',
             'autotune_num_choices_displayed': 0, 'max_autotune_report_choices_stats': False,
-            'fx_graph_cache': False}  # its key ignores frozen weights
+            'fx_graph_cache': False}  # the cache key ignores frozen weights
 
 
 # many tokens ------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def rows_to_fill(samples, waiting, size):
     return rows
 
 
-AHEAD = {'cuda'}  # devices that start a step before the host reads the drawn tokens
+AHEAD = {'cuda'}  # devices that start a step before the host reads the previous tokens
 
 
 @torch.no_grad()
@@ -384,7 +384,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     n_rows = len(prompts[:batch_size])
     is_new = cache is None
     if is_new:
-        # each cache size needs a compilation: use coarse sizes for few rows, which waste little memory
+        # each cache size needs a compilation; coarse sizes waste little memory if rows are few
         step_size = 512 if compile and n_rows <= 4 else 64
         size = round_up(max(map(len, prompts)) + max_new_tokens, step_size)
         cache = model.make_cache(n_rows, min(size, model.config.block_size), compile)
@@ -427,7 +427,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 seen = seen[active]
             # 3. Feed last tokens; draw the next tokens.
             drawn = draw(torch.tensor([sample.tokens[-1:] for sample in samples], device=device))
-        # 4. Read the drawn tokens. A GPU meanwhile draws more, unless a given cache has states (no rewind).
+        # 4. Read the drawn tokens. A GPU meanwhile draws more, unless a given cache has states, which
+        # cannot be rewound.
         tokens = drawn.to('cpu', non_blocking=True)
         copied = torch.get_device_module(sampling_device).current_stream(device).record_event()
         ahead = None
@@ -469,7 +470,7 @@ class TextStream:
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
 
     def feed(self, token):
-        """Adds a token, or None at the end."""
+        """Adds a token. None ends the text."""
         self.ended = token is None
         new = [] if self.ended else [token]
         self.tokens += new
@@ -515,8 +516,8 @@ def complete(*args, **options):
 # conversations ----------------------------------------------------------------------------------------------
 
 def chat_ids(model, tokenizer, messages, thinking):
-    """The ids of messages, after the model's document_token, if any. Without a chat template, only
-    the last message's ids."""
+    """The model's document_token (if any) and the messages' ids. Without a chat template, only the
+    last message's ids."""
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]['content'])
     ids = tokenizer.chat(messages, thinking=thinking)
@@ -576,7 +577,7 @@ class Chat:
         return cache
 
     def prompt(self, question):
-        """Adds a question. Returns (messages, ids)."""
+        """Returns (messages, ids), including a question."""
         size = self.model.config.block_size
         messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
         room = min(self.max_new_tokens, size // 2)

@@ -24,8 +24,8 @@ CHUNK = 1 << 16        # characters per piece
 SPACES = 900_000       # white-space characters in a row that tiktoken can encode
 GROUP = 32             # items that a worker receives at a time
 
-# Long texts are cut after a letter or digit ([^\W_]), if a space, line end or CJK punctuation mark
-# follows. Neither tiktoken's patterns nor WORD_PATTERN match across such a place.
+# Long texts are cut after a letter or digit ([^\W_]), if a space, line end or CJK punctuation follows.
+# Neither tiktoken's patterns nor WORD_PATTERN match across such a place.
 CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')
 
 
@@ -76,7 +76,7 @@ def in_processes(procs, work, items):
 
 
 def work_on(group):
-    """Returns the results of a group of items; runs in a worker."""
+    """Returns the results of a group; runs in a worker."""
     return [*map(work_on.work, group)]
 
 
@@ -94,12 +94,12 @@ def start_worker(work):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-# template variables that control thinking in Qwen3, MiniMind and DeepSeek V3.1
+# template variables that control thinking: Qwen3's, MiniMind's and DeepSeek V3.1's
 THINKING = 'enable_thinking', 'open_thinking', 'thinking'
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 MARK = '\U0010ffff'  # a noncharacter; see as_text
 
-# messages to test chat templates; if U+0378 encodes as <unk>, document_token cannot choose <unk>
+# messages to test chat templates; U+0378 may encode as <unk>, which document_token then excludes
 QUESTION = {'role': 'user', 'content': 'a question \u0378'}
 ANSWER = {'role': 'assistant', 'content': 'the answer'}
 
@@ -109,8 +109,8 @@ KINDS = {}  # kind -> class; zoo/tokenizer_json.py adds json
 
 class Tokenizer:
     """A subclass has a `kind`, and a method encode_array (text -> ids, with special tokens as plain
-    text). Its __init__ stores its arguments, which must be plain values, as attributes of the same
-    names, for state(). eot: the end-of-text id, or None; special: {text: id}."""
+    text). For state(), __init__ stores each argument, which must be a plain value, as the
+    attribute of the same name. eot: the end-of-text id, or None; special: {text: id}."""
     kind = None  # name in meta.json, checkpoints and --tokenizer
     table = None  # name of a long argument, which prepare.py writes to tokenizer.<kind>
     source = None  # the text of a tokenizer.json
@@ -174,8 +174,8 @@ class Tokenizer:
 
     def render(self, messages, add_generation_prompt=True, tools=None, thinking=None):
         """Renders messages [{'role', 'content', ...}, ...] like transformers' apply_chat_template. tools:
-        JSON schemas. thinking: if None, the template decides. Raises FileNotFoundError without a template,
-        ValueError if it fails or rejects the messages."""
+        JSON schemas. thinking: whether to think; None: the template decides. Raises FileNotFoundError
+        without a template, ValueError if it fails or rejects the messages."""
         import jinja2
         if not self.chat_template:
             raise FileNotFoundError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or '
@@ -289,7 +289,7 @@ class CharTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Byte-level BPE by tiktoken. ranks: a base64 token and its rank per line."""
+    """Byte-level BPE by tiktoken. ranks: per line, a base64 token and its rank."""
     kind = 'tiktoken'
     table = 'ranks'
 
@@ -350,7 +350,7 @@ def compile_template(template):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 
-# cl100k_base's first pattern, which the packages tiktoken, regex and tokenizers support
+# cl100k_base's original pattern, which the packages tiktoken, regex and tokenizers support
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5))
@@ -409,8 +409,8 @@ def train_bpe(counts, n_merges):
     Merges the commonest repeated pair of neighbours within words, up to n_merges times.
     Among equally common pairs, the pair with the lowest ids comes first. Tokens have at most LONGEST bytes.
 
-    Once both tokens of a pair exist, the pair can only become rarer, so the code finds its places
-    once, and recounts them when the pair reaches the top of the heap.
+    Once both tokens of a pair exist, the pair can only become rarer, so the code finds the pair's
+    places once, and recounts them when the pair reaches the top of the heap.
     """
     ids = [-1]    # a token's id at its first byte; otherwise -1
     weight = [0]  # per byte: the count of its word
@@ -469,7 +469,7 @@ def train_bpe(counts, n_merges):
         ids[places] = new
         ids[places + width] = -1
         begins[after - 1] = places
-        # ids[before] is -1 if the left neighbour was merged too; then the pair begins in `places`
+        # ids[before] is -1 if the left neighbour was merged too; then their pair begins in `places`
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
     return tokens

@@ -10,8 +10,8 @@ Trains a model on a folder of tokens.
 
 Config files and --name=value set the settings below and the fields of GPTConfig.
 
-The main program is at the end. A new run renames an earlier run's files in out_dir. Ctrl-C, SIGTERM and
-time_limit save ckpt.pt and then evaluate; --init_from=resume continues the run bit for bit.
+The main program is at the end. A new run renames an earlier run's files in out_dir. On Ctrl-C,
+SIGTERM or time_limit, a run saves ckpt.pt, then evaluates; --init_from=resume continues it bit for bit.
 """
 import time
 
@@ -60,7 +60,7 @@ from configurator import (
 out_dir = 'out'                      # folder of the run's files
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (from out_dir), auto (resume if out_dir has ckpt.pt),
-                                     # or a model to fine-tune: file, folder or hub id
+                                     # or a model to fine-tune (file, folder, hub id)
 eval_interval = 2000                 # iterations per evaluation and checkpoint [>= 1]
 eval_iters = 200                     # batches of val.bin to evaluate; a quarter as many of train.bin [>= 1]
 eval_only = False                    # evaluate and stop
@@ -75,7 +75,7 @@ wandb_run_name = 'gpt2'
 # batch
 gradient_accumulation_steps = 40     # micro-batches per iteration, over all ranks [>= 1] [<= 1000000]
 batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1] [<= 1000000]
-# length of the run; whichever of these three is given last counts
+# length of the run: max_iters, epochs or tokens_per_param, whichever is given last
 max_iters = 600000                   # updates [length]
 epochs: float | None = None          # passes over train.bin [length]
 tokens_per_param: float | None = None  # training tokens; Chinchilla uses 20 (arXiv:2203.15556) [length]
@@ -197,8 +197,8 @@ def all_reduce(x, **op):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """A permutation of n sequences. If n > 2**20, random blocks of 64 adjacent sequences form parts of equal
-    size, and each part is shuffled as a whole, so that the disk reads whole blocks."""
+    """A permutation of n sequences. If n > 2**20, it has parts of equal size. Each part contains all
+    sequences of random blocks (64 adjacent sequences), shuffled, so that the disk reads whole blocks."""
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(n)
     n_blocks = -(-n // 64)
@@ -208,7 +208,7 @@ def sequence_order(seed, epoch, n):
 
 
 def sequence_indices(first, count, n, seed):
-    """Indices (count,) of the sequences that the run reads after `first` others."""
+    """Indices (count,) of the sequences that the run reads after `first` sequences."""
     return np.array([sequence_order(seed, i // n, n)[i % n] for i in range(first, first + count)])
 
 
@@ -282,7 +282,7 @@ def evaluating(run):
 
 @torch.no_grad()
 def evaluate(run, bins, batches, tokenizer=None):
-    """Returns the mean loss (nan without targets), the number of targets and their bytes."""
+    """Returns the mean loss (nan without targets), the target count and the targets' byte count."""
     totals = np.zeros(3)
     with evaluating(run):
         for inputs, targets in evaluation_batches(run, bins, batches):
@@ -386,7 +386,7 @@ def rounded(x):
 
 
 def orthogonalise(x):
-    """Brings singular values of x, (n, rows, columns), near 1 by Keller Jordan's five Newton-Schulz steps."""
+    """Brings singular values of x (n, rows, columns) near 1 with Keller Jordan's five Newton-Schulz steps."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -430,7 +430,7 @@ OPTIMIZERS = {  # name -> function(model, settings) that returns a list of optim
 
 
 def make_optimizers(model, config):
-    """Raises UserError for wrong lr_scales, or unless each trained parameter has exactly one optimizer."""
+    """Raises UserError unless lr_scales are valid and each trained parameter has exactly one optimizer."""
     groups = {tag.group for tag in model.tags.values()}
     scales = config['lr_scales']
     if not (scales.keys() <= groups and all(type(x) in (int, float) and x > 0 for x in scales.values())):
@@ -455,7 +455,7 @@ def load_optimizers(model, optimizers, states):
         w = weights[key]
         for name, value in state.items():
             if torch.is_tensor(value) and value.ndim:
-                like = owners[w].state[w].get(name, w)  # a state that is still missing has w's shape
+                like = owners[w].state[w].get(name, w)  # states not yet created have w's shape
                 value = value[:len(like)]  # a smaller block_size has fewer position embeddings
                 if value.shape != like.shape:
                     raise UserError(f"the checkpoint's {name} {tuple(value.shape)} does not fit a parameter "
@@ -483,7 +483,7 @@ def checkpoint_blocks(model, every):
 
 
 def forward_recomputed(block, x, context):
-    """Copies the context, because later blocks change it before backward."""
+    """Copies the context for backward, because later blocks change it."""
     before = copy.copy(context)
 
     def forward(x):
@@ -594,7 +594,7 @@ class Run:
             dist.barrier(self.patient)
 
     def state(self, optimizers=True):
-        """The changing part of a checkpoint. All ranks must call it; only rank 0 gets gathered tensors."""
+        """A checkpoint's changing part. All ranks must call state(); only rank 0 gets gathered tensors."""
         weights = self.model.state_dict()
         names = {w: name for name, w in self.model.named_parameters()}
         states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
@@ -639,8 +639,8 @@ def step(run, batch):
 
 
 def gradients(run, batch):
-    """Adds up the gradients of micro-batches, [Batch]. Returns entries of the log row; 'loss' and 'weight'
-    are this rank's."""
+    """Adds up gradients of micro-batches. batch: [Batch]. Returns this rank's 'loss' and 'weight', and all
+    ranks' 'load'."""
     losses = []
     loads = []
     for i, micro in enumerate(batch, 1):
@@ -661,14 +661,14 @@ def gradients(run, batch):
 
 
 def update(run, load):
-    """Clips gradients and steps if all are finite. Returns 0-d tensors: the gradient norm, and whether
-    weights changed."""
+    """Clips gradients. If all are finite, updates weights. Returns 0-d tensors: the gradient norm, and
+    whether weights changed."""
     config = run.config
     params = run.params
     for opt in run.optimizers:
         run.scaler.unscale_(opt)
     for w in params:
-        if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages the others
+        if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages split gradients
             all_reduce(w.grad).div_(RANKS)
     with run.mixed():
         grad_norm = clip_grad_norm_(params, config['grad_clip'] or math.inf)
@@ -871,7 +871,7 @@ def start_files(out_dir, after, old, **facts):
 
 
 def number(x):
-    """A number or 0-d tensor -> number. All ranks must call it: a tensor may be sharded."""
+    """A number or 0-d tensor -> number. All ranks must call number(): a tensor may be sharded."""
     x = x.full_tensor() if is_sharded(x) else x
     return x.item() if torch.is_tensor(x) else x
 
@@ -1005,7 +1005,7 @@ if __name__ == '__main__':
     if not TORCHRUN and int(os.environ.get('SLURM_NTASKS', 1)) > 1:
         print0("warning: Slurm has several tasks for this job, but this run uses only one: use `srun "
                "torchrun ... train.py`, as in docs/gpu.md")
-    if TORCHRUN:  # must follow runtime(): NCCL may otherwise use GPU 0
+    if TORCHRUN:  # runtime() must run first, or NCCL may use GPU 0
         if backend in ('auto', 'nccl'):  # CPU tensors need gloo
             backend = 'cpu:gloo,cuda:nccl' if machine.device_type == 'cuda' else 'gloo'
         # a hanging rank should not block the others for long
@@ -1166,7 +1166,7 @@ if __name__ == '__main__':
                 gc.freeze()  # later collections skip existing objects; checking them would pause all ranks
             if it < max_iters:
                 interrupted = why_stop(signals, time_limit)
-            # iterations 1 and 4 show the speed early
+            # the first and fourth iterations show the speed early
             if interrupted or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
                 count_skips(run)
                 now = time.time()
@@ -1177,7 +1177,7 @@ if __name__ == '__main__':
                 row = measure(run, row, seconds, epoch)
                 print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
                 if (it == 1 or it % log_interval == 0) and it < goal and not interrupted:
-                    log_row(log_file, wandb_run, row)  # at goal: written after the evaluation
+                    log_row(log_file, wandb_run, row)  # at goal, the evaluation comes first
 
         if interrupted:  # save first: a cluster may not wait
             save(run, 'ckpt.pt', constant)
@@ -1188,7 +1188,7 @@ if __name__ == '__main__':
         val_loss = columns.get('val_loss', math.nan)
         if columns and not math.isfinite(val_loss):
             diverge(run, f"val loss is {val_loss}")
-        # a signal should not change the continued run's best checkpoint
+        # evaluations due to signals should not choose the continued run's best checkpoint
         improved = val_loss < run.best_val_loss and interrupted <= TIME_IS_OVER
         if improved:
             run.best_val_loss = val_loss

@@ -1,4 +1,4 @@
-# A small BLOOM: ALiBi, LayerNorm, GELU, multi-head, a norm after the embedding.
+# A small BLOOM: ALiBi, LayerNorm, GELU, multi-head attention, a norm after the embedding.
 #   python prepare.py --tokenizer=byte && python train.py config/bloom_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-bloom_small'

@@ -7,7 +7,7 @@ n_layer = 4
 n_head = 3              # heads of 64
 n_embd = 192
 block_size = 256
-window_pattern = 'SL'   # every other layer sees 2 tokens; then all 5 seeds learn to copy, otherwise only 1
+window_pattern = 'SL'   # if every other layer sees 2 tokens, all 5 seeds learn to copy; otherwise only 1 does
 window = 2
 
 batch_size = 16

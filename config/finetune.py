@@ -20,7 +20,7 @@ epochs = 1.0            # further passes learn the data by heart
 #     then evaluated on Shakespeare     3.84    3.82  3.82  3.94
 #   trained on plain text               2.63    2.44  2.33  2.27              2.50  2.38
 #     then evaluated on Shakespeare     3.84    3.79  3.77  3.85
-# The 3.94 shows that the highest rate forgets. Adapters trained on conversations forget nothing.
+# The 3.94 shows forgetting at the highest rate. Adapters trained on conversations forget nothing.
 learning_rate = 3e-5
 weight_decay = 0.0
 warmup_iters = 5

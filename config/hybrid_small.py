@@ -1,5 +1,4 @@
-# A small Qwen3-Next: two layers of Gated DeltaNet, whose cache has a fixed size, then
-# gated attention.
+# A small Qwen3-Next: two layers of Gated DeltaNet (cache of fixed size), then one of gated attention.
 #   python prepare.py --tokenizer=byte && python train.py config/hybrid_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-hybrid_small'

@@ -6,7 +6,7 @@
 #       --min_lr=1e-7
 # The text of version 2, pretrain_hq, needs prepare.py --special_tokens=tokens. Its documents begin with
 # <|im_start|>, so prompts for a model trained on it must, too: sample.py --start='<|im_start|>...'
-# Without the download: python prepare.py --tokenizer=byte, then train.py --dataset=pystdlib_byte.
+# Without a download: python prepare.py --tokenizer=byte, then train.py --dataset=pystdlib_byte.
 dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind'
 
@@ -20,7 +20,7 @@ norm_eps = 1e-5
 qk_norm = False
 tie_word_embeddings = True
 block_size = 512
-document_token = 6392   # <|endoftext|> of bpe:6400. It separates documents; MiniMind has one per row.
+document_token = 6392   # <|endoftext|> of bpe:6400, between documents; MiniMind has one document per row.
                         # With MiniMind's own tokenizer, set --document_token=2, which is <|im_end|>
 
 batch_size = 32

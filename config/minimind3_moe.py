@@ -5,6 +5,6 @@ from minimind3 import *  # noqa: F403
 out_dir = 'out-minimind3_moe'
 n_expert = 4
 n_expert_active = 1
-norm_topk_prob = False  # MiniMind has True, which makes the weight of a single expert 1, so
-#                         that only the balance loss trains the router
+norm_topk_prob = False  # with MiniMind's True, the one active expert always has weight 1, so
+#                         only the balance loss trains the router
 balance_loss = 0.004    # 8 x MiniMind's 5e-4: MiniMind adds the losses of 8 layers; here they are averaged

@@ -1,5 +1,5 @@
-# MiniMind 2's mixture of experts: config/minimind.py, wider, with 4 experts, 2 of them active per
-# token, and one shared expert. It has 145,029,760 parameters.
+# MiniMind 2's mixture of experts: config/minimind.py, but wider, with 4 routed experts (2 active per
+# token) and one shared expert. It has 145,029,760 parameters.
 from minimind import *  # noqa: F403
 
 out_dir = 'out-minimind_moe'

@@ -1,6 +1,6 @@
-# A mixture of 4 routed experts, 2 of them active per token, and 1 shared expert. The active width is about
-# that of a dense MLP. The router is DeepSeek-V3's, which balances the load with a bias. The model is a small
-# GLM 4.5 and can be exported.
+# A mixture of 4 routed experts (2 active per token) and 1 shared expert. The active experts together are
+# about as wide as a dense MLP. The router is DeepSeek-V3's, which balances the load with a bias. The model is
+# a small GLM 4.5 and can be exported.
 #   python prepare.py --tokenizer=byte && python train.py config/moe_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-moe_small'

@@ -2,8 +2,8 @@
 #   python prepare.py shakespeare --tokenizer=char && python train.py config/shakespeare_char.py
 # The settings minimize the loss at a given wall-clock time from a cold start: val loss is 1.86 after 10
 # seconds and 1.50 after 50 seconds.
-# To export the model with zoo/hub.py, train with --norm=rmsnorm: no family combines layernorm without biases
-# and this architecture.
+# To export the model with zoo/hub.py, train with --norm=rmsnorm: no family combines this architecture
+# with a layernorm without biases.
 dataset = 'shakespeare_char'
 out_dir = 'out-shakespeare-char'
 
@@ -14,7 +14,7 @@ block_size = 128
 norm = 'layernorm'      # one fused kernel on a CPU in eager mode; rmsnorm needs six
 tie_word_embeddings = False
 
-batch_size = 16         # small: early in training, the loss depends on the number of updates
+batch_size = 16         # small, for many updates: early in training, the loss depends on their number
 gradient_accumulation_steps = 1
 max_iters = 960
 optimizer = 'muon'

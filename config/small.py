@@ -5,7 +5,7 @@ dataset = 'fineweb_edu_gpt2'
 out_dir = 'out-small'
 
 n_layer = 12
-n_head = 6              # heads of 128, the fastest for attention kernels
+n_head = 6              # heads of 128, the fastest width for attention kernels
 n_kv_head = 2
 n_embd = 768
 d_ff = 2432             # gives 124.7M parameters

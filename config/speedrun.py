@@ -1,5 +1,5 @@
 # The lowest loss in five minutes on two CPU cores. Change --max_iters for another time or machine:
-# `python bench.py train config/speedrun.py` measures a step.
+# `python bench.py train config/speedrun.py` measures the time per step.
 #   python prepare.py && python train.py config/speedrun.py examples/value_embeddings.py
 #   python sample.py examples/value_embeddings.py --out_dir=out-speedrun
 # This is config/default.py with residual_lambdas. With value embeddings, the loss reaches 2.588 in 750

@@ -75,4 +75,4 @@ def blocks(self, x0, context):
 
 model.make_block = make_block
 GPT.blocks = blocks
-norm_eps = 1e-9  # tiny, because the means of many sources are small
+norm_eps = 1e-9  # tiny, because norms receive small means of many sources

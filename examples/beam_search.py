@@ -4,10 +4,10 @@ without the coverage penalty).
 
     python sample.py examples/beam_search.py --start='import os' --max_new_tokens=100
 
-The likeliest text soon repeats itself. After a start that leaves everything open, like `def`, it does so at
-once. A beam that draws a stop token has ended, and its score includes the stop token. The search stops when
-no other beam can reach a higher score. The options of sampling have no effect. The KV cache has a row per
-beam: cache.select copies the rows of the beams that continue.
+The likeliest text soon repeats itself. After an open start like `def`, it repeats itself at once. A beam ends
+when it draws a stop token, which its score includes. The search stops when no other beam can exceed the best
+score of an ended beam. The options of sampling have no effect. The KV cache has a row per beam: cache.select
+copies the rows of the beams that continue.
 """
 import math
 
@@ -16,7 +16,7 @@ import torch
 from sample import Sample, prefill
 
 BEAMS = 4
-ALPHA = 0.6  # 0: the total log probability is the score
+ALPHA = 0.6  # 0: the score is the total log probability
 num_samples = 1  # further samples would be equal
 
 

@@ -6,7 +6,7 @@ residual connection, which let neighbouring tokens exchange information inside a
     python sample.py examples/canon.py --start=def
 
 There are four in each block: A before attention; B on queries, keys and values; C before the MLP; D before
-the activation of the MLP. Each is a Mixer inside a block, and the cache keeps its last inputs as its state.
+the activation of the MLP. Each is a Mixer inside a block. Its last inputs are its state in the cache.
 """
 import torch
 

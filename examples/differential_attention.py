@@ -8,8 +8,8 @@ irrelevant tokens cancel (Differential Transformer, arXiv:2410.05258, equations 
 A differential head consists of two of the model's heads: head i of the first half has the first
 softmax, and head i of the second half has the second softmax. Key heads form pairs in the same
 way, and a pair shares values of twice the width. The example replaces Attention.attend, so that
-the cache is unchanged. The paper does not normalise queries and keys; use
---qk_norm=False for that.
+the cache is unchanged. The paper does not normalise queries and keys; for that, use
+--qk_norm=False.
 """
 import functools
 import math
@@ -35,7 +35,7 @@ class DifferentialAttention(Attention):
         self.lambdas = parameter(4, D, init=init, group='vector')
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)  # the paper counts layers from 1
         self.head_norm = Norm(2 * D, config)
-        self.head_widths = D, 2 * D  # flops() counts them
+        self.head_widths = D, 2 * D  # widths of keys and values, for flops()
 
     def attend(self, q, k, v, context):
         v = torch.cat(v.chunk(2, dim=1), dim=-1)                  # (B, K / 2, S, 2 D)

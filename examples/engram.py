@@ -38,7 +38,7 @@ class Engram(Mixer):
         self.states = [((len(PRIMES),), torch.long)]  # the tokens before the new ones
 
     def flops(self, length):
-        return 0  # model.cost counts the products with weights
+        return 0  # model.cost counts nearly all FLOPs
 
     def rows(self, context):
         """The row that a token reads in each table, (B, T, tables)."""

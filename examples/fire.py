@@ -10,8 +10,8 @@ with learned c, L and f.
     python train.py examples/fire.py
     python sample.py examples/fire.py --start=def
 
-The input of f is between 0 and 1 at any length. f has one hidden layer and one output per head. It
-has no bias after the last layer, because the softmax would cancel it. The example adds b to the
+The input of f is between 0 and 1 at any length. f has one hidden layer and one output per head.
+Its last layer has no bias, because the softmax would cancel it. The example adds b to the
 scores in Attention.attend. Positions come from `context` and its cache, and i counts from the
 start of the document.
 """

@@ -5,7 +5,7 @@ arXiv:2310.00576).
     python train.py examples/growing_length.py
     python sample.py --start=def
 
-Each sequence of block_size tokens is cut into pieces, which become sequences of their own. The run has
+Each sequence of block_size tokens is cut into pieces, which become separate sequences. The run has
 stages of equal length, and each stage has its own number of pieces. A batch has the same tokens as without
 this file. Therefore each update reads the same number of tokens, each epoch reads each position of the data
 once, and runs resume and use several ranks as usual. The printed mfu is too high for pieces, because it

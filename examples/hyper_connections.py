@@ -8,11 +8,11 @@ streams (equation 2): B^T T(H^T A_m)^T + A_r^T H.
 
 The weights depend on the token (dynamic hyper-connections, equations 10 to 13). At the start, A_m
 selects one stream, B is 1, A_r is the identity, and no weight depends on the token (equation 14), so
-that the model equals the usual pre-norm one. The streams belong to one token: the cache needs no
+that the model equals the usual pre-norm one. Tokens share no streams, so the cache needs no
 further entries. examples/mhc.py constrains the weights.
 
-Difference from the paper: the outputs of attention and MLP start at zero, as everywhere in
-flatgpt, so that they do not need the paper's factor on their initial values.
+Difference from the paper: the last projections of attention and MLP start at zero, as everywhere in
+flatgpt, so the paper's factor on their initial values would change nothing.
 """
 import functools
 
@@ -40,14 +40,14 @@ class HyperConnection(nn.Module):
         self.scales = parameter(2, init=scale_init, group='scalar')          # s_alpha, s_beta
 
     def flops(self, length):
-        # products with streams, and with `dynamic` for N - 1 streams: model.cost counts the other
+        # products with streams, and with `dynamic` for all streams but one, which model.cost counts
         return 6 * self.dynamic.in_features * (N * (N + 1) + (N - 1) * (N + 2))
 
     def forward(self, streams, function):
-        """streams (B, T, N, C), function (B, T, C) -> (B, T, C)"""
+        """streams: (B, T, N, C), like the result; function: (B, T, C) -> (B, T, C)"""
         dynamic = self.dynamic(self.norm(streams)).tanh().split((N + 1, 1), dim=-1)
         static = self.static.split((N + 1, 1), dim=-1)
-        alpha, beta = ((s * change + start).type_as(streams)                 # (B, T, N, N + 1 or 1)
+        alpha, beta = ((s * change + start).type_as(streams)                 # (B, T, N, N + 1), (B, T, N, 1)
                        for s, change, start in zip(self.scales, dynamic, static))
         x, mixed = (alpha.mT @ streams).split((1, N), dim=2)
         return mixed + beta * function(x[:, :, 0])[:, :, None]

@@ -1,10 +1,10 @@
 """
-Draws the differences of a comparison from its baseline, with their intervals.
+Draws a comparison: each variant's difference from the baseline, with its interval.
 
     python lab/compare.py ladder --json=ladder.json
     python examples/intervals.py ladder.json  # writes ladder.svg, which a browser shows
 
-docs/ladder.svg is this picture. lab/compare.py appends to the file; the script draws the last comparison.
+docs/ladder.svg is this picture. lab/compare.py appends to ladder.json; the script draws the last comparison.
 """
 import html
 import json
@@ -16,7 +16,7 @@ LEFT, RIGHT, ROW = 200, 780, 36  # ends of the axis and height of a row, in pixe
 
 
 def ticks(low, high):
-    """Three to seven round numbers between low and high"""
+    """Three to eight round numbers between low and high"""
     step = 10 ** math.floor(math.log10((high - low) / 3))
     step *= max(n for n in (1, 2, 5) if n == 1 or n * step * 3 <= high - low)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -10,7 +10,7 @@ import torch
 
 from model import GPT
 
-SMOOTHING = 0.1  # share of the target probability that all tokens divide equally
+SMOOTHING = 0.1  # probability that the target spreads evenly over all tokens
 Z_LOSS = 1e-4    # weight of the squared logarithm of the softmax's denominator
 
 cross_entropy_loss = GPT.loss

@@ -10,8 +10,8 @@ H_pre and H_post are positive. H_res is doubly stochastic, so that streams neith
     python train.py examples/mhc.py
     python sample.py examples/mhc.py --start=def
 
-This file replaces the connections of examples/hyper_connections.py, which has the streams and the
-block. The weights depend on all streams of the token, so that the cache needs no further entries.
+This file replaces the connections of examples/hyper_connections.py, which defines the streams and
+the block. The weights depend on all streams of a single token, so the cache needs no further entries.
 All streams are equal at the start, and H_post is 1: the model equals the usual pre-norm one.
 
 The paper gives an initial value only for alpha. Here, phi starts at zero. The initial biases let each
@@ -54,10 +54,10 @@ class HyperConnection(nn.Module):
         self.static = parameter(2 * N + N * N, init=static_init, group='vector')   # the biases b
 
     def flops(self, length):
-        return 6 * self.phi.in_features * (N + 1)                                  # without phi's matmul
+        return 6 * self.phi.in_features * (N + 1)  # model.cost counts phi's matmul
 
     def forward(self, streams, function):
-        """streams (B, T, N, C), function (B, T, C) -> (B, T, C)"""
+        """streams: (B, T, N, C), like the result; function: (B, T, C) -> (B, T, C)"""
         sizes = N, N, N * N
         dynamic = self.phi(self.norm(streams.flatten(2))).float().split(sizes, dim=-1)
         static = self.static.float().split(sizes)

@@ -6,10 +6,11 @@ block of keys and the earlier blocks that fit it best.
     python sample.py examples/moba.py --start=def
 
 A block fits a query if the product of the query and the mean of the block's keys is large
-(equations 5 and 6). Each head chooses its own blocks. The example makes the choice in
-Attention.attend and hides all other keys by a bias of -inf. This gives the results of MoBA but not
-its speed, which needs a kernel that skips hidden blocks. Blocks are counted from the start of a
-document, and keys come from the cache, so that training and decoding choose the same blocks.
+(equations 5 and 6). Each head chooses its own blocks. The example overrides
+Attention.attend and hides keys outside the chosen blocks by a bias of -inf. This gives the results
+of MoBA but not its speed, which needs a kernel that skips hidden blocks. Blocks are counted from
+the start of a document, and keys come from the cache, so that training and decoding choose the
+same blocks.
 """
 import math
 
@@ -29,7 +30,7 @@ class BlockAttention(Attention):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        # keys from one mean to the next: 1 if documents, and so blocks, may start at any key
+        # keys from one mean to the next: 1 if documents and their blocks may start at any key
         self.stride = BLOCK if config.document_token is None else 1
 
     def attend(self, q, k, v, context):

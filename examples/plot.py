@@ -25,7 +25,7 @@ def read_lines(folder):
 
 
 def round_numbers(low, high):
-    """About three to seven round numbers between low and high"""
+    """Three to eight round numbers between low and high"""
     step = 10 ** math.floor(math.log10((high - low) / 3))
     step *= max(n for n in (1, 2, 5) if n == 1 or n * step * 3 <= high - low)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]

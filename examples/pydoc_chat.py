@@ -20,7 +20,7 @@ source = 'pydoc_chat'
 
 NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
              'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
-ANSWER = 120  # most characters
+ANSWER = 120  # characters at most
 FUNCTION = 'What does {} do?', 'Explain {}.', 'What is {} for?'
 WORDINGS = {ast.Module: ('What is the module {} for?', 'Explain the module {}.', 'What is {}?'),
             ast.ClassDef: ('What is {}?', 'Explain {}.', 'What is {} for?'),

@@ -6,7 +6,7 @@ fixed whole p. Learning p is an experiment of our own.
     python train.py examples/relu_power.py
     python sample.py examples/relu_power.py --start=def
 
-An entry of ACTIVATIONS is a function or, as here, a class that the model creates once per MLP. An
+An entry of ACTIVATIONS is a function or, as here, a class with one instance per MLP. An
 activation depends on no other token, so the cache needs no entries.
 """
 import functools

@@ -6,8 +6,8 @@ preconditioners. AdamW optimizes the other parameters.
     python train.py config/llama_small.py examples/soap.py --learning_rate=3e-3
 
 The optimizer is an entry of OPTIMIZERS. It preconditions each projection of a fused matrix separately. All
-of its state exists from the start: load_optimizers cannot infer a preconditioner's shape from its parameter.
-As in the authors' code, Adam's bias is corrected, and the first gradient only initializes preconditioners.
+of its state exists from the start, because load_optimizers cannot infer shapes of preconditioners. As in the
+authors' code, Adam's bias is corrected, and the first gradient only initializes preconditioners.
 """
 import math
 
@@ -41,7 +41,7 @@ class Soap(torch.optim.Optimizer):
         for group in self.param_groups:
             for w in group['params']:
                 state = self.state[w]
-                # skip first gradients, which are zero while the projections after the weight are zero
+                # skip the first gradients, which are zero as long as a later projection is zero
                 if w.grad is not None and (state['step'] >= 0 or w.grad.any()):
                     state['step'] += 1
                     for i, part in enumerate(zip(*(tensor.split(self.row_splits[w], dim=-2) for tensor in (
@@ -68,7 +68,7 @@ def update_projection(w, grad, m, v, state, i, lr, weight_decay):
 
 
 def soap(model, config):
-    """SOAP for matrices of blocks, AdamW for others."""
+    """SOAP for matrices of blocks, AdamW for other parameters."""
     others = adamw(model, config, GROUPS.keys() - {'matrix'})
     matrices = param_groups(model, config, ['matrix'])
     if any(map(is_sharded, model.parameters())):

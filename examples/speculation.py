@@ -23,8 +23,8 @@ DRAFT = 8  # draft tokens per pass
 
 
 def lookup(context):
-    """Finds the latest earlier occurrence of the last 3 tokens, or of 2, or of 1. Returns the DRAFT tokens
-    after it (if fewer remain, they repeat), or [] if there is no occurrence."""
+    """Finds the latest earlier occurrence of the last 3 tokens, else of the last 2, else of the last token.
+    Returns the DRAFT tokens after it (if fewer remain, they repeat), or [] if there is none."""
     ends = [i for i in range(1, len(context)) if context[i - 1] == context[-1]]
     if not ends:
         return []

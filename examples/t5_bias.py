@@ -30,7 +30,7 @@ MAX_DISTANCE = 128  # the logarithmic buckets end here
 def bucket_of(distance):
     """A tensor of integer distances >= 0 -> buckets"""
     exact = BUCKETS // 2  # smaller distances have their own buckets
-    ratio = torch.log(distance.clamp(min=exact) / exact) / math.log(MAX_DISTANCE / exact)  # 0 to 1, or more
+    ratio = torch.log(distance.clamp(min=exact) / exact) / math.log(MAX_DISTANCE / exact)  # 1 at MAX_DISTANCE
     far = exact + (ratio * (BUCKETS - exact)).long()
     return torch.where(distance < exact, distance, far.clamp(max=BUCKETS - 1))
 

@@ -1,6 +1,6 @@
 """
-Locally typical sampling (arXiv:2202.00666, equation 10). It keeps the tokens with an information -log p
-nearest to the entropy of the distribution, until their total probability is MASS.
+Locally typical sampling (arXiv:2202.00666, equation 10). It keeps the tokens whose information
+-log p is nearest to the entropy of the distribution, just enough for a total probability of MASS.
 
     python sample.py examples/typical_sampling.py --top_k=None --temperature=1 --start=def
 

@@ -5,8 +5,8 @@ equation 5), with two learned factors per layer.
     python train.py examples/value_residual.py
     python sample.py examples/value_residual.py --start=def
 
-The first layer hands its values on, and later layers find them in context.handed. These are only the values
-of new tokens, so each layer caches its own mix.
+The first layer hands on its values, but only those of new tokens; later layers find them in context.handed.
+Therefore each layer caches its own mix.
 """
 import functools
 

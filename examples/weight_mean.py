@@ -17,7 +17,7 @@ import torch
 
 import train
 
-update_weights, load_states = train.update, train.load_optimizers  # before they are replaced
+update_weights, load_states = train.update, train.load_optimizers  # patch replaces both
 DECAY = 0.98  # each iteration multiplies the share of older weights by this
 
 
@@ -66,7 +66,7 @@ def on_mean(function):
 
 
 def load_optimizers(model, optimizers, states):
-    """Loads the states of a checkpoint, in which the weights and their mean have changed places."""
+    """Loads the states of a checkpoint, and swaps the weights and their mean back."""
     load_states(model, optimizers, states)
     swap(model, optimizers)
 

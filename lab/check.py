@@ -1,5 +1,5 @@
 """
-Compares a small model of the config's kind with formulas of papers (tests/formulas.py) and with other ways
+Compares a small model of the config's kind with formulas from papers (tests/formulas.py) and with other ways
 to compute the same results.
 
     python lab/check.py config/llama_small.py
@@ -60,7 +60,7 @@ SMALL = dict(  # different sizes, to find mixed-up dimensions
 
 
 def tiny_config(config):
-    """A small config with each kind of layer, in which all options have an effect."""
+    """Shrinks a config, but keeps each kind of layer and the effect of all options."""
     changes = {name: SMALL.get(name, min(4, n)) for name, n in vars(config).items() if type(n) is int and n}
     patterns = {name: value for name, value in vars(config).items() if name.endswith('_pattern') and value}
     layers = dict.fromkeys(tuple(flat.letter(pattern, layer) for pattern in patterns.values())
@@ -73,7 +73,8 @@ def tiny_config(config):
                    norm_eps=0.1, dropout=0.25)
     if config.n_kv_head:
         has_heads = config.head_dim is not None
-        changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),  # 4 rotary pairs
+        # head_dim: 4 rotary pairs
+        changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),
                        head_dim=math.ceil(8 / config.partial_rotary_factor) if has_heads else None)
     if config.linear_n_key_head == config.linear_n_value_head:
         changes['linear_n_value_head'] = changes.get('linear_n_key_head')
@@ -96,7 +97,8 @@ def randomized(config):
 
 
 def trainable(config):
-    """A randomized model with all losses, without dropout: only its outermost module is in training mode."""
+    """A randomized model without dropout. Only its outermost module is in training mode, to return all
+    losses."""
     model = randomized(dataclasses.replace(config, **dict.fromkeys(RANDOM, 0.0)))
     model.training = True
     return model
@@ -119,7 +121,7 @@ def require_equal(found, expected, name, tolerance=1e-4):
 
 @torch.no_grad()
 def check_formulas(config):
-    """Compares each module with its formula, then the whole model."""
+    """Compares each module, and then the whole model, with a formula."""
     model = trainable(dataclasses.replace(config, document_token=None))
     calls = []
     others = {f'GPT.{name}' for name, part in vars(GPT).items()
@@ -130,7 +132,7 @@ def check_formulas(config):
     targets[0, 5:9] = -1
     targets[1, 3] = -100
     for name, module in model.named_modules():
-        # a formula calls the inner modules, so a class without a formula would be compared with itself
+        # outer formulas call inner modules, so a module without a formula is compared only with itself
         if type(module) not in {*FORMULAS, *PARTS} and not type(module).__module__.startswith('torch.'):
             others.add(type(module).__name__)
         module.register_forward_hook(lambda *call, name=name: calls.append((name, *call)))
@@ -165,8 +167,8 @@ SMALL_EFFECT = (  # or no effect
 
 @torch.no_grad()
 def check_options(config):
-    """Checks that resetting each field to its default changes logits or a loss by at least 1%, or else a
-    weight's shape."""
+    """Checks that resetting each field to its default changes a weight's shape, or an output (logits, losses)
+    by at least 1%."""
     def outcome(config):
         torch.manual_seed(0)
         model = randomized(config).train()
@@ -202,8 +204,8 @@ def check_documents(config):
 
 @torch.no_grad()
 def check_cache(config):
-    """Compares many ways to use caches with one full pass. This also shows that no token sees later
-    tokens. If it fails, look at make_mask, Cache, slots and states."""
+    """Compares one full pass with many ways to use caches. This also shows that no token sees later
+    tokens. If it fails, look at make_mask, Cache, `slots` and `states`."""
     model = randomized(config)
     if not all(getattr(part, 'causal', True) for part in model.modules()):
         return 'not possible, because an MLP is not causal'
@@ -211,7 +213,7 @@ def check_cache(config):
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
-        """For each n in counts, appends n tokens per row; a list n has one number per row."""
+        """For each n in counts, appends n tokens per row, or n[i] tokens to row i."""
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)

@@ -2,7 +2,7 @@
 Trains variants of a run with the same seeds and data, and compares them.
 
     python lab/compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
-    python lab/compare.py mlp --until=decided      # the list mlp of lab/variants.py
+    python lab/compare.py mlp --until=decided      # the list `mlp` in lab/variants.py
     git worktree add ../old HEAD~1                 # a folder with another commit's code
     python lab/compare.py config/default.py --variants="['../old:', '', '--mlp=gelu']"
 
@@ -54,7 +54,7 @@ seeds: int | None = None          # runs per variant; None: 3, or up to 20 with 
 seed = 1337                       # first seed [< 2**62]
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
-match: str | None = None          # sets d_ff or d_expert to equalize this number [in COUNTS]
+match: str | None = None          # count to equalize by d_ff or d_expert [in COUNTS]
 json: bool | str = False          # True: also print JSON; a path: append to that file
 OWN = declared(Path(__file__)).keys()
 FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}
@@ -180,7 +180,7 @@ def make_variant(name, text, base, place):
 
 
 def match_size(variant, target, kind):
-    """Sets d_ff or d_expert so that the variant has `target` parameters within 1%."""
+    """Sets d_ff or d_expert to bring the variant's parameters within 1% of `target`."""
     if abs(variant.count(kind) - target) <= 0.01 * target:
         return
     name = 'd_ff' if variant.settings['n_expert'] is None else 'd_expert'
@@ -199,7 +199,7 @@ def match_size(variant, target, kind):
 # runs -------------------------------------------------------------------------------------------------------
 
 def read_run(folder):
-    """The facts of an ended run: with 'error' if it diverged, else with 'rows' of log.csv. Otherwise None."""
+    """An ended run's facts, with 'error' if it diverged, else with 'rows' of log.csv; None for other runs."""
     path = Path(folder, 'run.json')
     with reading(path):
         facts = loads(path.read_text('utf-8')) if path.exists() else {}
@@ -270,7 +270,7 @@ OPEN = 'one seed', 'no difference seen'  # verdicts that more seeds may change
 
 
 def lasting(n, alpha):
-    """The half-width of a confidence interval for the mean of n normal differences, in standard deviations.
+    """The half-width, in standard deviations, of a confidence interval for the mean of n normal differences.
     Its error probability is at most alpha, even if you check the mean at every n. The interval uses the
     t statistic of arXiv:2310.03722, for a mixture of effects with a standard deviation of 5."""
     shrink = 5 ** -2 / (n + 5 ** -2)
@@ -347,7 +347,7 @@ def print_comparison(rows, until):
 # ------------------------------------------------------------------------------------------------------------
 
 def compare(config, args, name=''):
-    """Trains variants, prints the comparison and returns its numbers. args: for train.py; name: a list of
+    """Trains variants, prints the comparison and returns its numbers. args: for train.py; name: a list in
     lab/variants.py, which config and args override."""
     lists = runpy.run_path(ROOT / 'lab/variants.py')['LISTS']
     known = lists.get(name, {})

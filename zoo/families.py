@@ -27,14 +27,14 @@ class Family(typing.NamedTuple):
     fields: dict                # changes to FIELDS: {GPTConfig's field: names in config.json}; '': no name
     fixed: dict                 # values of GPTConfig's fields that config.json lacks
     names: dict                 # our module or tensor: transformers' names, or a function of the
-    #                             config. Several tensors, in order, form ours. E is an expert's number.
-    #                             'D.attn.c_attn' is for layers of mixer D
+    #                             config. Several tensors, joined in order, form ours. E is an expert's
+    #                             number. 'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
     rules: dict = {}            # {config.json's fields: their Rule}
     rows: dict = {}             # our module or tensor: a function (config, row numbers of each
     #                             fused projection) -> our row numbers for each stored tensor
     layouts: dict = {}          # our tensor: Layout
-    layers: str = 'L'           # letters of LAYER_TYPES, repeated, if config.json has no layer_types
+    layers: str = 'L'           # default layer_types of config.json: letters of LAYER_TYPES, repeated
     exports: bool = True        # False: cannot be written
     defaults: dict = {}         # {config.json's field that transformers reads: default}
 
@@ -288,7 +288,7 @@ def write_granite_hybrid(config, c):
              shared_intermediate_size=width_of_shared(config) or config.d_ff)
 
 
-NEMOTRON_LAYERS = {  # word, in older files a letter: our letter
+NEMOTRON_LAYERS = {  # word (older files: letter): our letter
     'M': 'B', '*': 'A', '-': 'D', 'E': 'E', 'mamba': 'B', 'attention': 'A', 'linear_attention': 'B',
     'full_attention': 'A', 'mlp': 'D', 'moe': 'E'}
 
@@ -314,7 +314,7 @@ def write_nemotron_h(config, c):
 
 
 def nemotron_layer(config, layer, name):
-    """Nemotron-H counts mixers and MLPs separately."""
+    """Nemotron-H numbers mixers and MLPs as separate layers."""
     at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
     return f'backbone.layers.{at}.'
 
@@ -414,7 +414,7 @@ ROPE_WHERE_SHORT = {'sliding_window': Rule(read_rope_where_short, write_rope_whe
 
 # the table --------------------------------------------------------------------------------------------------
 
-FIELDS = dict(  # GPTConfig's field: its names in config.json, if transformers reads them
+FIELDS = dict(  # GPTConfig's field: names in config.json; only those in Family.defaults count
     same('vocab_size tie_word_embeddings head_dim mlp_bias norm_topk_prob routed_scaling_factor n_group '
          'topk_group kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
          'linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
@@ -488,7 +488,7 @@ add(
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': ordered('qkvzba', 'qkv', 'z', 'b', 'a')})
-DEEPSEEK_EXPERTS = like(  # only dense layers have transformers' mlp_bias
+DEEPSEEK_EXPERTS = like(  # only dense layers use transformers' mlp_bias
     BASE, fields=dict(mlp_bias=''), fixed=dict(router='sigmoid', balance_bias=True))
 LATENT = dict(
     fixed=dict(latent_norm_eps=1e-6),
@@ -754,7 +754,7 @@ add('qwen3_5_text', 'qwen3_5_moe_text', 'Qwen3_5ForCausalLM', fixed=dict(shared_
 add(
     'gemma', 'gemma2', 'GemmaForCausalLM', layers='L', fixed=dict(norm_placement='pre'),
     rules={'query_pre_attn_scalar': None,
-           **only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))})  # both are gelu_pytorch_tanh
+           **only('hidden_act', lambda args: ('gelu', 'gelu_pytorch_tanh'))})  # synonyms in Gemma
 add(
     'phi3', 'mistral', 'Phi3ForCausalLM', fixed=dict(partial_rotary_factor=1.0),
     names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'})
@@ -949,7 +949,7 @@ def read_config(c):
         value = next((source[name] for name in names if source.get(name) is not None), None)
         if value is None and names[0] in c and isinstance(usual.get(names[0]), bool):
             value = False
-        if isinstance(value, list) and len({*value}) == 1:  # one number per layer
+        if isinstance(value, list) and len({*value}) == 1:  # equal numbers for all layers
             value = value[0]
         if value is not None:
             args[ours] = activations_of(family).get(value, value) if ours == 'mlp' else value
@@ -1111,7 +1111,7 @@ def canonical(config):
               'attn_scale': [round(scale(own), 9) for own in configs],
               'logit_scale': round(config.logit_scale, 9),
               'd_ff': config.d_ff if 'D' in patterns['expert_pattern'] else None,
-              'bias': None, 'n_dense_layer': None, 'window': None,  # other values contain them
+              'bias': None, 'n_dense_layer': None, 'window': None,  # other entries cover these
               'document_token': None}
     return {name: value for name, value in values.items()
             if 'training' not in KNOWN[name].rules and not unmet(KNOWN[name].rules, {}, vars(config))}

@@ -189,7 +189,7 @@ def read_published(path):
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
     """A folder, GGUF file or hub id -> GPT. dtype: for the weights (None: as stored); int8: keep
     large weights in 8 bits; changes: fields of GPTConfig. Raises OSError for missing files, and a
-    ValueError that names everything that does not fit."""
+    ValueError that names unsupported fields or wrong tensors."""
     folder = fetch(folder_or_id)
     c, config, (family, renamed), stored = read_published(folder)
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):

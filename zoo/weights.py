@@ -135,15 +135,15 @@ def adapted_model(checkpoint, state, merge, changes):
 # eight bits -------------------------------------------------------------------------------------------------
 
 def quantize_rows(w, dtype):
-    """w (..., n_in) -> int8 of the same shape, and one scale of dtype per row, (...). Their product differs
-    from w by at most half a scale ("vector-wise", arXiv:2208.07339)."""
+    """w (..., n_in) -> int8 of the same shape, and scales (...) of `dtype`, one per row. Their product
+    differs from w by at most half a scale ("vector-wise", arXiv:2208.07339)."""
     scale = (w.abs().amax(dim=-1).float() / 127).to(dtype)
     steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
     return steps.round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def int8_linear(x, w, scale, bias=None):
-    """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
+    """x (..., n_in); w (n_out, n_in) int8; scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows = x.numel() // x.shape[-1]
     x = x.half() if scale.dtype is torch.float16 else x  # the residual stream is float32
     scale = scale.to(x.dtype)
@@ -211,7 +211,7 @@ IN_8_BITS = {Linear: Int8Linear, FusedLinear: Int8Linear, Embedding: Int8Embeddi
 
 @torch.no_grad()
 def quantize_weights(model, dtype):
-    """Converts a model's large weights to int8 with scales of dtype. The model cannot be trained
+    """Converts a model's large weights to int8 with scales of `dtype`. The model cannot be trained
     afterwards. Skips c_kv, because the mixer reads its weight."""
     for name, module in list(model.named_modules()):
         is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 'router', 'shared_gate')
