@@ -876,7 +876,7 @@ class Mask:
         own = self.part(slice(None), slice(None)) if self.part else self.bias
         if own is not None:
             bias = bias + own
-        elif self.is_causal:  # kernels with a bias do not hide later keys
+        elif self.is_causal:  # with a bias, kernels ignore is_causal
             T, S = bias.shape[-2:]
             bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1 + S - T), -math.inf)
         return Mask(bias, self.is_causal)
@@ -1024,8 +1024,8 @@ def flexible_attention(mixer, q, k, v, block_mask, slopes):
 
 
 def eager_attention(mixer, q, k, v, mask, weights=None, few=False):
-    """`attend` in plain torch, in blocks of queries. few: faster than SDPA for few queries in a
-    compiled step."""
+    """`attend` in plain torch, in blocks of queries. few: replaces matmuls by sums, for a compiled step
+    of few queries."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     q = q * mixer.scale
@@ -1336,7 +1336,7 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
     """Keeps the frequency of pairs that rotate more than beta_fast times in the original context. Below
-    beta_slow times, divides it by factor; in between, interpolates (arXiv:2309.00071, section 3.2)."""
+    beta_slow rotations, divides the frequency by factor; in between, interpolates (arXiv:2309.00071, section 3.2)."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
                  for times in (beta_fast, beta_slow))

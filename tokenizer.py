@@ -21,7 +21,7 @@ from configurator import UserError
 
 EOT = '<|endoftext|>'
 CHUNK = 1 << 16        # characters per piece
-SPACES = 900_000       # white-space characters in a row that tiktoken can encode
+SPACES = 900_000       # most consecutive white-space characters that tiktoken can encode
 GROUP = 32             # items that a worker receives at a time
 
 # Long texts are cut after a letter or digit ([^\W_]), if a space, line end or CJK punctuation follows.

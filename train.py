@@ -668,7 +668,7 @@ def update(run, load):
     for opt in run.optimizers:
         run.scaler.unscale_(opt)
     for w in params:
-        if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages split gradients
+        if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages only sharded gradients
             all_reduce(w.grad).div_(RANKS)
     with run.mixed():
         grad_norm = clip_grad_norm_(params, config['grad_clip'] or math.inf)

@@ -17,7 +17,7 @@ from sample import Sample, prefill
 
 BEAMS = 4
 ALPHA = 0.6  # 0: the score is the total log probability
-num_samples = 1  # further samples would be equal
+num_samples = 1  # further samples would be identical
 
 
 def score(log_p, length):

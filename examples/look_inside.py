@@ -48,7 +48,7 @@ def wavelengths(kind, length):
 
 
 def completions(model, tokenizer, prompts, *args, **options):
-    """Replaces completions of sample.py: prints tables about the first prompt, and draws nothing."""
+    """Replaces completions of sample.py: prints tables about the first prompt, without sampling."""
     if len(prompts[0]) < 2:
         raise UserError(f"the text has {len(prompts[0])} tokens, but needs 2: give a longer --start")
     length = model.config.block_size

@@ -57,7 +57,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             context = sample.tokens[sample.first:]
             draft = lookup(context) if len(context) + DRAFT <= cache.max_len else []
             seen = torch.zeros(1, 1, model.config.vocab_size, dtype=torch.bool, device=sampling_device)
-            seen[..., sample.tokens] = True  # includes draft tokens, which come from the text
+            seen[..., sample.tokens] = True  # includes draft tokens, copies of earlier tokens
             done = max_new_tokens - sample.n_left
             drawn = run_step(model, torch.tensor([sample.tokens[-1:] + draft], device=device), cache,
                              noise[None, done:done + 1 + len(draft)], seen, sampling)[0].tolist()

@@ -1010,7 +1010,7 @@ def read_rope(c, args):
 
 
 def rope_fields(given, c, args):
-    """One rotation -> GPTConfig's fields. Ignores options that its function in ROPE_SCALINGS lacks."""
+    """RoPE settings -> GPTConfig's fields. Drops options that ROPE_SCALINGS[kind] does not accept."""
     older = {'rope_theta': c.get('rotary_emb_base') or c.get('rope_theta'),
              'partial_rotary_factor': c.get('partial_rotary_factor') or c.get('rotary_pct')}
     rope = {name: value for name, value in (older | given).items() if value is not None}
