@@ -1336,7 +1336,8 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
     """Keeps the frequency of pairs that rotate more than beta_fast times in the original context. Below
-    beta_slow rotations, divides the frequency by factor; in between, interpolates (arXiv:2309.00071, section 3.2)."""
+    beta_slow rotations, divides the frequency by factor; in between, interpolates (arXiv:2309.00071,
+    section 3.2)."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
                  for times in (beta_fast, beta_slow))

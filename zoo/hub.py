@@ -253,7 +253,8 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
             (temporary / name).write_text(text, encoding='utf-8', newline='')
         tensors = their_tensors(model, plan(model, FAMILIES[c['model_type']]), dtype)
         package('safetensors.torch').save_file(tensors, temporary / 'model.safetensors', {'format': 'pt'})
-        shutil.copymode(temporary / 'config.json', temporary / 'model.safetensors')  # save_file makes it private
+        # save_file makes it private
+        shutil.copymode(temporary / 'config.json', temporary / 'model.safetensors')
         folder.mkdir(exist_ok=True)
         for path in temporary.iterdir():
             path.replace(folder / path.name)
