@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model. Layer i uses letter i of a repeated pattern. If a field's
-    annotation names a table, the table's keys are the field's choices. configurator.py explains
-    the rules in brackets. Raises a ValueError that lists all problems."""
+    """Everything that defines a model. A string in a field like window_pattern has one letter per
+    layer, and repeats if it is shorter. If a field's annotation names a table, the table's keys are the
+    choices. configurator.py explains the rules in brackets. Raises a ValueError that lists all problems."""
     # Qwen3's fields
     block_size: int = 1024           # maximum sequence length [changeable]
     vocab_size: int = 50304          # GPT-2's 50257, rounded up

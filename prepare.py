@@ -827,7 +827,7 @@ def read_meta(folder):
     return meta
 
 
-# fields of meta.json that may differ between equal data
+# fields of meta.json that do not identify the data
 LABELS = {'source', 'block_size', 'cut', 'opened', 'left_out',
           *(f'{split}_{unit}' for split in SPLITS for unit in ('tokens', 'learnt', 'bytes'))}
 

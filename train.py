@@ -721,8 +721,8 @@ def diverge(run, event):
 # continuing from a checkpoint -------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32, longest=None):
-    """Calls sample.load to resume, or to fine-tune on data with this meta. asked: given fields of
-    GPTConfig; longest: see model.changed. Raises UserError if a field outside CHANGEABLE changes."""
+    """Calls sample.load to resume, or to fine-tune on data with this meta. asked: GPTConfig's fields that
+    the user set; longest: see model.changed. Raises UserError if a field outside CHANGEABLE changes."""
     from sample import CHANGEABLE, load
     tuned = init_from != 'resume'
     changes = document_args(meta) | {name: asked[name] for name in asked if name in CHANGEABLE}

@@ -5,7 +5,7 @@ without the coverage penalty).
     python sample.py examples/beam_search.py --start='import os' --max_new_tokens=100
 
 The likeliest text soon repeats itself. After an open start like `def`, it repeats itself at once. A beam ends
-when it draws a stop token, which its score includes. The search stops when no other beam can exceed the best
+at a stop token, which counts in its score. The search stops when no other beam can exceed the best
 score of an ended beam. The options of sampling have no effect. The KV cache has a row per beam: cache.select
 copies the rows of the beams that continue.
 """

@@ -26,7 +26,7 @@ N = 4  # streams
 
 
 class HyperConnection(nn.Module):
-    """The connections of one attention or MLP, which initially reads the given stream."""
+    """The connections of one attention or MLP, which initially reads only `stream`."""
     def __init__(self, config, stream):
         super().__init__()
 

@@ -54,7 +54,7 @@ seeds: int | None = None          # runs per variant; None: 3, or up to 20 with 
 seed = 1337                       # first seed [< 2**62]
 until = ''                        # decided: add seeds until each verdict is clear [in ('', 'decided')]
 margin = 0.02                     # until=decided: 'as good' means an interval within ± margin
-match: str | None = None          # count to equalize by d_ff or d_expert [in COUNTS]
+match: str | None = None          # count to match, by setting d_ff or d_expert [in COUNTS]
 json: bool | str = False          # True: also print JSON; a path: append to that file
 OWN = declared(Path(__file__)).keys()
 FLAGS = {f'--{name}' for file in ('train.py', 'model.py') for name in declared(ROOT / file).keys() - OWN}

@@ -1072,7 +1072,7 @@ def read_layers(c, args, family):
         refuse(c, sliding_window=size)
     types = c.get('layer_types') or c.get('layers_block_type')
     if len({*layers}) > 1 and types:
-        # Granite 4 has the last two words
+        # mamba and attention: Granite 4
         words = {LAYER_TYPES.get(one): one for one in layers} | {'mamba': 'B', 'attention': 'L'}
         layers = ''.join(words.get(one, '?') for one in types)
     elif layers == 'SL' and 'max_window_layers' in c:  # the first layers have no window

@@ -110,7 +110,7 @@ FILES = ['tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', '
 def json_object(path):
     """The object in a JSON file, {} if the file is missing."""
     with reading(path):
-        return {**json.loads(path.read_bytes())} if path.exists() else {}  # other values raise TypeError
+        return {**json.loads(path.read_bytes())} if path.exists() else {}  # non-objects raise TypeError
 
 
 def json_tokenizer(path):

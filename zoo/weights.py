@@ -111,7 +111,7 @@ def adapted_model(checkpoint, state, merge, changes):
     trained = {name: value for name, value in checkpoint['model_args'].items() if name in CHANGEABLE}
     folder = Path(checkpoint['path']).parent
     places = [lora['base'], os.path.realpath(folder / 'base')]
-    with contextlib.suppress(ValueError, KeyError):  # two drives of Windows; an older checkpoint
+    with contextlib.suppress(ValueError, KeyError):  # different Windows drives; older checkpoints
         places.append(folder / os.path.relpath(lora['base'], lora['folder']))
     found = next(filter(os.path.exists, places), lora['base'])
     try:
