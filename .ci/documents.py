@@ -8,7 +8,7 @@ FOLDER/inputs has the files that a user brings or downloads; the script copies t
 server offers FOLDER/hub/<owner>/<name>/ instead of huggingface.co. Commands and printed lines get a sign:
 
     =  The command succeeded. The line is in the output of its block, or of the block before it.
-    ~  The line is in the output, but with other digits.
+    ~  The line is in the output, but with other digits; the line of the output follows.
     !  The command failed, or the line is not in the output.
     -  The command was not run; the reason follows.
 """
@@ -40,14 +40,14 @@ def run(commands, folder, env):
     return done.stdout, done.returncode == 0
 
 
-def sign(line, output):
-    """How a printed line differs from the output, apart from spaces."""
-    words = [' '.join(part.split()) for part in line.split('...')]
-    output = '\n'.join(' '.join(one.split()) for one in output.splitlines())
-    exact, digits = ('.*'.join(re.escape(part) for part in words), r'\\d+')
-    if re.search(exact, output):
-        return '='
-    return '~' if re.search(re.sub(r'\d+', digits, exact), output) else '!'
+def compare(line, output):
+    """Prints a printed line with its sign and, if digits differ, the line of the output. Returns the sign."""
+    exact = '.*'.join(re.escape(' '.join(part.split())) for part in line.split('...'))
+    lines = [' '.join(one.split()) for one in output.splitlines()]
+    like = [one for one in lines if re.search(re.sub(r'\d+', r'\\d+', exact), one)]
+    mark = '=' if any(re.search(exact, one) for one in like) else '~' if like else '!'
+    print(mark, '         ', line, *(['\n           ', like[0]] if mark == '~' else []), flush=True)
+    return mark
 
 
 def document(text, folder, env):
@@ -68,8 +68,7 @@ def document(text, folder, env):
             good &= success
         for line in lines if not language and output else ():
             if line.strip() and not line.startswith('$ '):
-                print(sign(line, output), '         ', line, flush=True)
-                good &= sign(line, output) != '!'
+                good &= compare(line, output) != '!'
     return good
 
 
