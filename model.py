@@ -864,7 +864,7 @@ def last_tokens(x, keep, lengths):
 @dataclasses.dataclass
 class Mask:
     """Which keys each query sees, in layers with the same mask_kind."""
-    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: 0, or `part` makes it
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), added to scores; None: none, or use `part`
     is_causal: bool               # query t belongs to key S - T + t and sees no later keys
     flex: tuple | None = None     # what flex_mask returns; bias is then None
     part: typing.Callable | None = None  # for flex or eager blocks: (slice of queries, slice of keys) -> bias
@@ -1534,7 +1534,7 @@ def choices(kind):
     return [x for part in typing.get_args(kind) or [kind] for x in typing.get_args(part) or [part]]
 
 
-MOST_LAYERS = 4096  # also for n_expert: creating a layer or an expert takes milliseconds
+MOST_LAYERS = 4096  # also limits n_expert: creating far more would take hours
 
 
 def wrong_values(config):

@@ -503,8 +503,8 @@ def forward_recomputed(block, x, context):
 # may use old weights. Only sharded runs execute the imports, which are slow.
 
 def shard_model(model, machine):
-    """Splits matrices, which forward gathers block by block in the compute dtype. Vectors and routers stay
-    whole and in float32."""
+    """Splits matrices, which the forward pass gathers block by block in the compute dtype. Vectors and
+    routers stay whole and in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     if machine.dtype == torch.float16 or not all(w.requires_grad for w in model.parameters()):
         raise UserError("shard=True cannot be combined with dtype=float16 or lora_rank: leave one out")

@@ -395,7 +395,7 @@ def read_hunyuan(c, args):
 
 
 def read_minimind(c, args):
-    """MiniMind 3 is a Qwen3. MiniMind 2 is a Llama; only its config.json has n_routed_experts."""
+    """With n_routed_experts in config.json: MiniMind 2, a Llama. Without: MiniMind 3, a Qwen3."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
         args['n_expert'] = 0
@@ -473,7 +473,7 @@ PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 add(
     'qwen3_next', 'qwen3_moe', 'Qwen3NextForCausalLM', layers='DDDL',
-    fields=dict(mlp=''),  # another hidden_act would change the convolutions too
+    fields=dict(mlp=''),  # hidden_act must be silu: convolutions use it too
     fixed=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',

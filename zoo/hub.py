@@ -109,7 +109,7 @@ def computed(function, *parts):
 def from_mxfp4(blocks, scales):
     """blocks (E, n_out, groups, 16): bytes of two numbers, the lower bits first; scales (E, n_out, groups):
     exponents of 2, plus 127 -> (E, n_in, n_out) bfloat16 (OCP Microscaling Formats 1.0)."""
-    if blocks.ndim > 3:  # expert by expert, because decoding needs much memory
+    if blocks.ndim > 3:  # one expert at a time, because unpacking uses memory
         return torch.stack([from_mxfp4(*one) for one in zip(blocks, scales)])
     numbers = E2M1[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).int()]
     return numbers.ldexp(scales.int()[..., None] - 127).flatten(-2).mT.bfloat16()
@@ -159,7 +159,7 @@ def check(parts, stored, model, family, folder):
 def fill(model, parts, stored):
     """Copies stored tensors into the model."""
     for ours, w in model.state_dict().items():
-        # open files again for each tensor, because pages read from mapped files count as memory
+        # reopen files for each tensor, so that the pages of mapped files do not fill memory
         opened = functools.cache(lambda file: file())
         for part in parts[ours]:
             file, name, *_ = stored[part.name]
