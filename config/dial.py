@@ -1,7 +1,7 @@
 # n_layer sets the size: width, heads, batch, sequence length, learning rate and weight decay follow from it.
 # Put --n_layer first, because flags and files apply from left to right:
 #   python train.py --n_layer=8 config/dial.py
-# n_layer -> parameters (byte vocabulary): 4 -> 3.3M, 8 -> 25.8M, 12 -> 85.2M, 16 -> 202.7M, 24 -> 680.0M.
+# Parameters by n_layer, with a byte vocabulary: 4: 3.3M, 8: 25.8M, 12: 85.2M, 16: 202.7M, 24: 680.0M.
 dataset = 'pystdlib_byte'
 out_dir = f"out-dial-{n_layer}"
 
