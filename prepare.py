@@ -897,11 +897,11 @@ def count_bytes(targets, tokenizer):
 
 
 class Bins:
-    """The tokens of one split: folder/<split>.bin, or else the sorted shards whose last SPLIT_WORD is
-    the split, like val in train_2_val_000001.bin.
+    """The tokens of one split: folder/<split>.bin, or else the sorted shards whose names mention this
+    split last (train_2_val_000001.bin is for validation).
 
     Sequence i of a shard has the block_size + 1 tokens from i * block_size on, so each token is a
-    target at most once. `columns` has each column's shards; '' has the tokens.
+    target at most once. `columns` maps each column to its shards ('': tokens).
     """
     def __init__(self, folder, split):
         self.vocab_size = None

@@ -328,7 +328,7 @@ def prefill(model, contexts, cache, rows):
     new = [torch.tensor(context[n:], dtype=torch.long) for context, n in zip(contexts, part.length.tolist())]
     lengths = torch.tensor([len(ids) for ids in new])
     padded = pad_sequence(new, batch_first=True)
-    for piece in padded.to(device).split(width, dim=1) if padded.numel() else ():  # one copy for all rows
+    for piece in padded.to(device).split(width, dim=1) if padded.numel() else ():  # one transfer for all rows
         n_real = lengths.clamp(0, piece.shape[1])
         model(piece, cache=part, keep=1,
               lengths=None if n_real.min() == piece.shape[1] else n_real.to(device))
@@ -414,7 +414,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 marks = torch.zeros(len(rows), *seen.shape[1:], dtype=torch.bool)
                 for mark, row in zip(marks, rows):
                     mark[0, samples[row].tokens[:-1]] = True
-                seen[rows] = marks.to(sampling_device)  # one copy for all rows
+                seen[rows] = marks.to(sampling_device)  # one transfer for all rows
             # 2. Drop ended rows. A compiled step keeps ended rows, which overwrite their last slot.
             active = [row for row, sample in enumerate(samples) if sample.n_left]
             if not active:

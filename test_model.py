@@ -202,7 +202,7 @@ def test_scalings_equal_worked_examples(name, length, options, freq, factor):
     dict(attn_gate=True), dict(mixer_pattern='DA'), MLA,
     dict(norm_placement='output', norm='layernorm', bias=True)], ids=grid_name)
 def test_dropout_is_on_embedding_attention_and_branches(options, monkeypatch):
-    """Without attention and branches, only the embedding is left."""
+    """If all later dropouts return 0, only the embedding remains."""
     model = tiny(dropout=0.25, **options).train()
     context = make_context(model, tokens(model, 2, 9))
     mixed = []

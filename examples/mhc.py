@@ -54,7 +54,7 @@ class HyperConnection(nn.Module):
         self.static = parameter(2 * N + N * N, init=static_init, group='vector')   # the biases b
 
     def flops(self, length):
-        return 6 * self.phi.in_features * (N + 1)  # model.cost counts phi's matmul
+        return 6 * self.phi.in_features * (N + 1)  # without phi's matmul (see model.cost)
 
     def forward(self, streams, function):
         """streams: (B, T, N, C), like the result; function: (B, T, C) -> (B, T, C)"""

@@ -31,8 +31,8 @@ class Family(typing.NamedTuple):
     #                             number. 'D.attn.c_attn' is for layers of mixer D
     layer: str                  # prefix of names inside block N, or a function (config, N, our name)
     rules: dict = {}            # {config.json's fields: their Rule}
-    rows: dict = {}             # our module or tensor: a function (config, row numbers of each
-    #                             fused projection) -> our row numbers for each stored tensor
+    rows: dict = {}             # our module or tensor: a function of config and each fused projection's
+    #                             row numbers, which returns the row numbers of each stored tensor
     layouts: dict = {}          # our tensor: Layout
     layers: str = 'L'           # default layer_types of config.json: letters of LAYER_TYPES, repeated
     exports: bool = True        # False: cannot be written
@@ -355,7 +355,7 @@ def head_width(args):
 
 
 def read_rope_where_short(c, args):
-    if c['sliding_window']:  # only layers with a window have positions
+    if c['sliding_window']:  # only layers with a window use RoPE
         args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
 
 

@@ -62,7 +62,8 @@ OTHERS = {  # config.json's names for fields that FIELDS lacks
 NEUTRAL = {  # further keys of llama.cpp (llama-model.cpp, load_hparams): the only supported values
     'attention.causal': True, 'attention.sliding_window_pattern': None, 'expert_group_count': 0,
     'nextn_predict_layers': 0, 'rope.scale_linear': 1.0, 'rope.scaling.attn_factor': 1.0}
-BY_WIDTH = ('gemma2', 46), ('gemma3', 62)  # 27B models: attn_scale uses n_embd / n_head (load_arch_hparams)
+# (kind, n_layer) of 27B models, whose attn_scale uses n_embd / n_head (load_arch_hparams)
+BY_WIDTH = ('gemma2', 46), ('gemma3', 62)
 PAIRED = 'llama', 'smollm3'  # llama.cpp stores the rows of a rotated pair next to each other
 STACKED_EXPERTS = {
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',

@@ -241,7 +241,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
         raise UserError(f"{folder} is not empty: remove it, or give another name")
     texts = {}
     if tokenizer is not None:
-        stops = tokenizer.stop_tokens  # includes the end of an answer
+        stops = tokenizer.stop_tokens  # with the end-of-answer id
         ends = {'eos_token_id': stops[0] if len(stops) == 1 else stops or None}
         c |= ends
         texts = tokenizer_files(tokenizer, model) | {'generation_config.json': json.dumps(ends)}

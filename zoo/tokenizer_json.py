@@ -64,7 +64,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def can_cut(self):
-        """False for tokenizers like Llama 2's, which add a space to each text."""
+        """Whether a text can be encoded in pieces: not if each text gets a space, as in Llama 2."""
         parts = 'a', ' b', '\nc'
         return (not any(CUT.search(token.decode(errors='ignore')) for token in self.tokens.values())
                 and self.encode_chat(''.join(parts)) == [i for part in parts for i in self.encode_chat(part)])

@@ -145,7 +145,7 @@ def quantize_rows(w, dtype):
 def int8_linear(x, w, scale, bias=None):
     """x (..., n_in); w (n_out, n_in) int8; scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows = x.numel() // x.shape[-1]
-    x = x.half() if scale.dtype is torch.float16 else x  # the residual stream is float32
+    x = x.half() if scale.dtype is torch.float16 else x  # x may be the float32 residual stream
     scale = scale.to(x.dtype)
     few = x.device.type == 'cpu' and rows <= INT8_ROWS
     if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # this kernel is slow for other widths
