@@ -3,9 +3,10 @@ Runs the commands of documents as printed, and compares their output with the ou
 
     python .ci/documents.py FOLDER README.md docs/benchmarks.md
 
-Works in FOLDER/flatgpt, a new clone of the last commit, with the packages of .ci/run and without a network.
-FOLDER/inputs has the files that a user brings or downloads; the script copies them into the clone. A local
-server offers FOLDER/hub/<owner>/<name>/ instead of huggingface.co. Commands and printed lines get a sign:
+Runs the commands in code blocks, not those in sentences and tables. Works in FOLDER/flatgpt, a new clone of
+the last commit, with the packages of .ci/run and without a network. FOLDER/inputs has the files that a user
+brings or downloads; the script copies them into the clone. A local server offers FOLDER/hub/<owner>/<name>/
+instead of huggingface.co. Commands and printed lines get a sign:
 
     =  The command succeeded. The line is in the output of its block, or of the block before it.
     ~  The line is in the output, but with other digits; the line of the output follows.
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT / 'tests'))
 from hub_server import hub
 
 SKIPPED = {
+    r'git clone https': 'needs a network; copy the repository to FOLDER/nanoGPT',
     r'git clone|python3 -m venv|pip install|bash \.ci/run': 'the continuous integration installs as printed',
     r'torchrun|fineweb_edu|srun|#!|--rdzv|train.py config/small': 'needs GPUs',
     r'\S+ ?\S* config/minimind|pydoc_chat --tokenizer=minimind': 'needs an hour',

@@ -38,7 +38,7 @@ class Engram(Mixer):
         self.states = [((len(PRIMES),), torch.long)]  # the tokens before the new ones
 
     def flops(self, length):
-        return 0  # model.cost counts nearly all FLOPs
+        return 0  # model.cost counts the matrices; the gate's products are few
 
     def rows(self, context):
         """The row that a token reads in each table, (B, T, tables)."""
